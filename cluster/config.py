@@ -1,0 +1,57 @@
+"""ServiceConfig: what `legato serve` is told, frozen and complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Passed on to every worker; see `legato.worker.config.WorkerConfig` for their meaning."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_memory_bytes: int = 1 << 30
+    block_size: int = 16
+    prefill_chunk_tokens: int = 2048
+    max_batch_size: int = 256
+    context_length: int | None = None
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """Bounds of the router; times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20  # prompt tokens of all queued requests
+    # A request without a deadline still ends: nothing may wait for ever.
+    default_deadline_s: float = 600.0
+    # No report of a worker for this long: it hangs, and is left out.
+    worker_silence_s: float = 2.0
+    # How often a request may be moved to other workers after a loss.
+    max_attempts: int = 4
+    # A small request may pass a blocked bigger one until that one has waited this long.
+    max_passed_over_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """One service: a model, two pools, a router."""
+
+    model: str
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    ray_address: str | None = None  # None: a local Ray of our own
+    # Where workers listen: an address, or "auto": loopback, or, where the Ray cluster has more
+    # than one node, each node's own address.
+    worker_host: str = "auto"
+    # Ray resources a worker asks for. None: nothing on a Ray of our own, else one CPU;
+    # and one GPU where the device is cuda.
+    worker_cpus: float | None = None
+    worker_gpus: float | None = None
+    start_timeout_s: float = 120.0
+    engine: EngineOptions = EngineOptions()
+    router: RouterOptions = RouterOptions()

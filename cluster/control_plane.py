@@ -1,0 +1,43 @@
+"""The seam between the router (data plane) and the controller (what runs where)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from legato.protos import cluster_pb2
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class WorkerEndpoint:
+    """A worker that has started: its identity and where it listens."""
+
+    worker_id: str  # unique for ever: another process at the same address has another id
+    role: Role
+    address: str  # host:port
+    draining: bool = False
+
+
+class ControlPlane(Protocol):
+    """What the router asks of the controller. Implemented over Ray in `cluster/actors.py`."""
+
+    async def pools(self) -> list[cluster_pb2.PoolStatus]:
+        """Targets and workers of both pools; the router adds each worker's load."""
+        ...
+
+    async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        """Sets targets of the pools named; returns those of both."""
+        ...
+
+    async def shutdown(self, drain_timeout_s: float) -> None:
+        """Begins the orderly end of the whole service; returns at once."""
+        ...
+
+    async def report_lost(self, worker_id: str, reason: str) -> None:
+        """The router saw this worker hang or die on the data path: replace it."""
+        ...

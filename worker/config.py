@@ -1,0 +1,44 @@
+"""WorkerConfig: everything a worker process is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Frozen and complete. `host` is loopback unless the operator says otherwise."""
+
+    model: str  # a folder, a .gguf file or a hub id
+    role: Role
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16; auto is float32 on a CPU
+    kv_memory_bytes: int = 1 << 30
+    block_size: int = 16
+    prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
+    max_batch_size: int = 256  # most sequences of one decode forward
+    context_length: int | None = None  # lowers the model's own limit
+    num_threads: int | None = None  # of torch; None: torch's default
+
+    def __post_init__(self) -> None:
+        if self.role not in ("prefill", "decode"):
+            raise ValueError(f"role must be prefill or decode, got {self.role!r}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be in [0, 65535], got {self.port}")
+        for name in ("kv_memory_bytes", "block_size", "prefill_chunk_tokens", "max_batch_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("context_length", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
+            )

@@ -1,0 +1,45 @@
+"""ForwardBatch: everything one forward pass needs to know, for prefill and decode alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from legato.worker.kv.cache import KvCache
+    from legato.worker.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The new tokens of S sequences, packed without padding (varlen).
+
+    Sequence s contributes tokens `query_starts[s] : query_starts[s + 1]`; they are the last ones
+    of its context, and attend causally to all `context_lens[s]` rows in its blocks, themselves
+    included. A decode step is the case of one new token a sequence.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, position in the sequence, from 0
+    slots: Tensor  # [T] int64, block id * block size + offset, where K and V of each token go
+    query_starts: list[int]  # [S + 1]
+    context_lens: list[int]  # [S], rows of KV after this pass
+    block_tables: list[list[int]]  # [S][ceil(context_len / block size)]
+    logit_rows: Tensor  # [R] int64, indices into T of the tokens whose logits are wanted
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.context_lens)
+
+
+class Model(Protocol):
+    """A causal language model with its weights, on one device."""
+
+    config: ModelConfig
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
+        """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
+        ...

@@ -1,0 +1,54 @@
+"""KvCache: the tensors behind the block pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one token's row of KV looks like, and how rows are grouped into blocks."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of all layers."""
+        return self.bytes_per_token * self.block_size
+
+    def num_blocks(self, memory_bytes: int) -> int:
+        """How many whole blocks fit into `memory_bytes`."""
+        return memory_bytes // self.bytes_per_block
+
+
+class KvCache:
+    """Paged K and V, one pair of tensors a layer: [num_slots, num_kv_heads, head_dim].
+
+    Slot = block id * block size + offset in the block.
+    """
+
+    def __init__(self, shape: KvShape, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.shape = shape
+        self.num_blocks = num_blocks
+        size = (num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        # zeros, not empty: attention multiplies masked rows by 0, and 0 * NaN is NaN. The pages
+        # of a CPU pool are still committed only when first written.
+        self.k = [
+            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
+        ]
+        self.v = [
+            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
+        ]

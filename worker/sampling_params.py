@@ -1,0 +1,73 @@
+"""SamplingParams: the complete settings by which one request's tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from legato.protos import common_pb2
+
+GREEDY_BELOW = 1e-5  # temperatures under this would overflow fp32 logits; they mean greedy
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """All defaults are filled (the router did); ranges are those in common.proto."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int  # 0: off
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    ignore_eos: bool
+    min_tokens: int
+    logprobs: int | None  # None: none; k: the token's own and the k best
+    stop_token_ids: frozenset[int]
+    logit_bias: Mapping[int, float]
+
+    @property
+    def greedy(self) -> bool:
+        """True where the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+        """Reads a complete message; raises ValueError naming a field that is not set."""
+        for name in (
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+            "ignore_eos",
+            "min_tokens",
+        ):
+            if not message.HasField(name):
+                raise ValueError(f"sampling.{name} is not set: the router fills every default")
+        return cls(
+            max_tokens=message.max_tokens,
+            temperature=message.temperature,
+            top_p=message.top_p,
+            top_k=message.top_k,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            seed=message.seed,
+            ignore_eos=message.ignore_eos,
+            min_tokens=message.min_tokens,
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+            stop_token_ids=frozenset(message.stop_token_ids),
+            logit_bias=dict(message.logit_bias),
+        )

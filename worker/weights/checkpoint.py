@@ -1,0 +1,45 @@
+"""Checkpoint: named tensors of a model under Hugging Face names, and the model's config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from legato.worker.models.config import ModelConfig
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be served; the message names file, tensor and what is wrong."""
+
+
+class Checkpoint(Protocol):
+    """Weights of one model, read lazily. Names are those of Hugging Face's Llama
+    (`model.layers.0.self_attn.q_proj.weight`, …), whatever the file calls them.
+    """
+
+    config: ModelConfig
+
+    @property
+    def native_dtype(self) -> torch.dtype:
+        """The dtype that `--dtype auto` takes on an accelerator."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest over config and weights; equal for equal models."""
+        ...
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Reads one tensor on the CPU.
+
+        Raises:
+            CheckpointError: it is missing, or has another shape, or holds NaN or infinity.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Checks that every tensor of the files was read; raises CheckpointError naming extras."""
+        ...
