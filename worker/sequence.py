@@ -55,15 +55,20 @@ class Sequence:
     first_step_at_s: float | None = None
     # Ids that may not be sampled before min_tokens; they are also what ends the answer after it.
     end_token_ids: frozenset[int] = field(init=False)
+    # Kept apart as well, because the sampler wants them at every step without a copy.
+    prompt_token_ids: list[int] = field(init=False)
+    output_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.end_token_ids = eos | self.params.stop_token_ids
+        self.prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
+        self.output_token_ids = self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
         """Emitted so far; also the index in the answer of the next token."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.output_token_ids)
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
@@ -86,6 +91,7 @@ class Sequence:
         """Adds a sampled token; returns why the answer ends with it, or None."""
         index = self.num_output_tokens
         self.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
         if token_id in self.end_token_ids and index >= self.params.min_tokens:
             return FinishReason.STOP
         if index + 1 >= self.params.max_tokens:
