@@ -23,10 +23,6 @@ class NeverFitsError(Exception):
     """More blocks than the pool has."""
 
 
-class DuplicateKeyError(Exception):
-    """A ticket with that (request, attempt) is open."""
-
-
 class TicketState(Enum):
     """Where a ticket stands."""
 
@@ -85,7 +81,9 @@ class TicketBook:
 
     A ticket is a credit until its KV begins to arrive; only then are blocks bound. Epochs start
     at an unpredictable number and are never used twice in a process, so that a chunk from an
-    earlier ticket, or from a sender that talks to a restarted worker, matches none.
+    earlier ticket, or from a sender that talks to a restarted worker, matches none. Two tickets
+    may carry the same key: a request that is sent again right after its cancel overlaps with its
+    old self for a moment, and the epochs keep the two apart.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -93,7 +91,6 @@ class TicketBook:
         self._block_size = block_size
         self._next_epoch = secrets.randbits(62) + 1  # below 2^63: room to count on in a uint64
         self._by_epoch: dict[int, Ticket] = {}
-        self._by_key: dict[AttemptKey, Ticket] = {}
 
     def __len__(self) -> int:
         return len(self._by_epoch)
@@ -107,16 +104,12 @@ class TicketBook:
         """Promises room for `max_kv_tokens` rows.
 
         Raises:
-            DuplicateKeyError, NeverFitsError, NoRoomNowError: and nothing is promised.
+            NeverFitsError, NoRoomNowError: and nothing is promised.
         """
         if not 1 <= num_handoff_tokens <= max_kv_tokens:
             raise ValueError(
                 f"num_handoff_tokens must be in [1, max_kv_tokens {max_kv_tokens}], "
                 f"got {num_handoff_tokens}"
-            )
-        if key in self._by_key:
-            raise DuplicateKeyError(
-                f"request {key.request_id!r} attempt {key.attempt} has an open ticket"
             )
         num_blocks = blocks_for(max_kv_tokens, self._block_size)
         if num_blocks > self._pool.total:
@@ -132,7 +125,6 @@ class TicketBook:
         ticket = Ticket(key, self._next_epoch, num_handoff_tokens, max_kv_tokens, num_blocks)
         self._next_epoch += 1
         self._by_epoch[ticket.epoch] = ticket
-        self._by_key[key] = ticket
         return ticket
 
     def find(self, epoch: int) -> Ticket | None:
@@ -168,7 +160,6 @@ class TicketBook:
         handed_over = ticket.state is TicketState.DECODING
         ticket.move_to(TicketState.CLOSED)
         del self._by_epoch[ticket.epoch]
-        del self._by_key[ticket.key]
         if ticket.lease is None:
             self._pool.unreserve(ticket.num_blocks)
         elif not handed_over:
