@@ -24,14 +24,33 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
 
 
+ROLES = {
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+
+
 class StaticControl:
     """A control plane without a controller: it remembers what the router reported."""
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
+        self.workers: list[WorkerProcess] = []
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
-        return []
+        return [
+            cluster_pb2.PoolStatus(
+                role=number,
+                workers=[
+                    cluster_pb2.WorkerStatus(
+                        worker_id=worker.worker_id, role=number, address=worker.address
+                    )
+                    for worker in self.workers
+                    if worker.role == role
+                ],
+            )
+            for role, number in ROLES.items()
+        ]
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         return targets
@@ -110,7 +129,7 @@ class LocalService:
         self.generation = generation_pb2_grpc.GenerationStub(self.channel)
         self.cluster = cluster_grpc.ClusterStub(self.channel)
         async with asyncio.timeout(30):
-            while not (await self.status()).ready:
+            while not (await self.status()).ready:  # noqa: ASYNC110  # the state is remote
                 await asyncio.sleep(0.05)
 
     async def _close(self) -> None:
@@ -118,6 +137,7 @@ class LocalService:
 
     async def publish(self) -> None:
         """Tells the router which of the workers live."""
+        self.control.workers = self.workers
         await self.router.set_workers(
             [
                 WorkerEndpoint(worker.worker_id, worker.role, worker.address)
