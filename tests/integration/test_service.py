@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 CONTEXT = 512
 VOCAB = 320
 
@@ -115,25 +116,60 @@ async def test_16_streams_share_decode_steps_and_keep_their_solo_answers(
     assert steps < tokens / 3, f"{tokens} tokens took {steps} steps: they did not share"
 
 
+def chat(role: str) -> generation_pb2.GenerateRequest:
+    message = generation_pb2.ChatMessage(role=role, content="hi")
+    return generation_pb2.GenerateRequest(messages=generation_pb2.ChatMessages(messages=[message]))
+
+
 BAD: list[tuple[str, Callable[[], generation_pb2.GenerateRequest], grpc.StatusCode, list[str]]] = [
-    ("no prompt", lambda: generation_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, ["prompt"]),
-    ("empty text", lambda: request(""), grpc.StatusCode.INVALID_ARGUMENT, ["text"]),
-    ("no ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds()), grpc.StatusCode.INVALID_ARGUMENT, ["token_ids"]),
-    ("beyond the context", lambda: request([5] * (CONTEXT + 1)), grpc.StatusCode.INVALID_ARGUMENT, ["513", "512"]),
-    ("the whole context", lambda: request([5] * CONTEXT), grpc.StatusCode.INVALID_ARGUMENT, ["512"]),
-    ("id too large", lambda: request([1, VOCAB]), grpc.StatusCode.INVALID_ARGUMENT, ["token_ids", "320"]),
-    ("id negative", lambda: request([1, -1]), grpc.StatusCode.INVALID_ARGUMENT, ["token_ids", "-1"]),
-    ("temperature negative", lambda: request("x", temperature=-1.0), grpc.StatusCode.INVALID_ARGUMENT, ["temperature", "-1"]),
-    ("temperature NaN", lambda: request("x", temperature=math.nan), grpc.StatusCode.INVALID_ARGUMENT, ["temperature", "nan"]),
-    ("temperature inf", lambda: request("x", temperature=math.inf), grpc.StatusCode.INVALID_ARGUMENT, ["temperature", "inf"]),
-    ("max_tokens 0", lambda: request("x", max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, ["max_tokens", "0"]),
-    ("top_p 0", lambda: request("x", top_p=0.0), grpc.StatusCode.INVALID_ARGUMENT, ["top_p", "0"]),
-    ("seed negative", lambda: request("x", seed=-1), grpc.StatusCode.INVALID_ARGUMENT, ["seed", "-1"]),
-    ("empty stop", lambda: request("x", stop=[""]), grpc.StatusCode.INVALID_ARGUMENT, ["stop"]),
-    ("unknown role", lambda: generation_pb2.GenerateRequest(messages=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage(role="wizard", content="hi")])), grpc.StatusCode.INVALID_ARGUMENT, ["role", "wizard", "assistant"]),
-    ("n 2", lambda: generation_pb2.GenerateRequest(text="x", n=2), grpc.StatusCode.UNIMPLEMENTED, ["n"]),
-    ("huge n", lambda: generation_pb2.GenerateRequest(text="x", n=1_000_000), grpc.StatusCode.INVALID_ARGUMENT, ["n", "1000000"]),
-]  # fmt: skip
+    ("no prompt", lambda: generation_pb2.GenerateRequest(), INVALID, ["prompt"]),
+    ("empty text", lambda: request(""), INVALID, ["text"]),
+    (
+        "no ids",
+        lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds()),
+        INVALID,
+        ["token_ids"],
+    ),
+    ("beyond the context", lambda: request([5] * (CONTEXT + 1)), INVALID, ["513", "512"]),
+    ("the whole context", lambda: request([5] * CONTEXT), INVALID, ["512"]),
+    ("id too large", lambda: request([1, VOCAB]), INVALID, ["token_ids", "320"]),
+    ("id negative", lambda: request([1, -1]), INVALID, ["token_ids", "-1"]),
+    (
+        "temperature negative",
+        lambda: request("x", temperature=-1.0),
+        INVALID,
+        ["temperature", "-1"],
+    ),
+    (
+        "temperature NaN",
+        lambda: request("x", temperature=math.nan),
+        INVALID,
+        ["temperature", "nan"],
+    ),
+    (
+        "temperature inf",
+        lambda: request("x", temperature=math.inf),
+        INVALID,
+        ["temperature", "inf"],
+    ),
+    ("max_tokens 0", lambda: request("x", max_tokens=0), INVALID, ["max_tokens", "0"]),
+    ("top_p 0", lambda: request("x", top_p=0.0), INVALID, ["top_p", "0"]),
+    ("seed negative", lambda: request("x", seed=-1), INVALID, ["seed", "-1"]),
+    ("empty stop", lambda: request("x", stop=[""]), INVALID, ["stop"]),
+    ("unknown role", lambda: chat("wizard"), INVALID, ["role", "wizard", "assistant"]),
+    (
+        "n 2",
+        lambda: generation_pb2.GenerateRequest(text="x", n=2),
+        grpc.StatusCode.UNIMPLEMENTED,
+        ["n"],
+    ),
+    (
+        "huge n",
+        lambda: generation_pb2.GenerateRequest(text="x", n=1_000_000),
+        INVALID,
+        ["n", "1000000"],
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "code", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
