@@ -66,7 +66,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         raise FloatingPointError(f"logits of rows {broken} have no finite maximum")
     tokens = list(most_likely)
     for r, row in enumerate(rows):
-        adjusted = _adjusted(logits[r], row)
+        raw = logits[r]
+        adjusted = _adjusted(raw, row)
         if not row.params.greedy:
             tokens[r] = choose(
                 adjusted,
@@ -76,7 +77,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
                 min_p=row.params.min_p,
                 number=uniform(row.params.seed, len(row.output_token_ids)),
             )
-        elif adjusted is not logits[r]:
+        elif adjusted is not raw:
             tokens[r] = adjusted.argmax()
     token_ids = torch.stack(tokens).tolist()
     return [_with_logprobs(logits[r], token_ids[r], row.params) for r, row in enumerate(rows)]
