@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Candidates that are sorted first for top-p; the whole vocabulary is sorted only where their mass
-# is too small. Measured for 49,152 logits: 0.4 ms against 3.1 ms for the full sort.
-_FIRST_CANDIDATES = 1024
+# How many candidates are sorted for top-p: the next number, at last the whole vocabulary, only
+# where the mass of these is too small. For 49,152 logits the first takes 0.4 ms, a full sort 3 ms.
+_CANDIDATE_COUNTS = (1024, 8192)
 
 
 def best_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -16,7 +16,9 @@ def best_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns:
         Values and ids, [min(count, vocab_size)] each.
     """
-    count = min(count, logits.shape[0])
+    if count >= logits.shape[0]:
+        values, ids = logits.sort(descending=True, stable=True)
+        return values, ids
     # topk alone picks any of several equal values at its edge; take all and cut after the sort.
     edge = logits.topk(count).values[-1]
     ids = (logits >= edge).nonzero().squeeze(-1)
@@ -59,10 +61,16 @@ def _nucleus(weights: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor,
     """The smallest best-first set whose share of the mass reaches `top_p`."""
     mass = weights.sum(dtype=torch.float64) * top_p
     if ids is None:
-        best, ids = best_candidates(weights, _FIRST_CANDIDATES)
-        if best.shape[0] < weights.shape[0] and best.sum(dtype=torch.float64) < mass:
-            best, ids = best_candidates(weights, weights.shape[0])
-        weights = best
+        weights, ids = _enough_candidates(weights, mass)
     before = weights.cumsum(0, dtype=torch.float64) - weights
     count = max(1, int((before < mass).sum()))
     return weights[:count], ids[:count]
+
+
+def _enough_candidates(weights: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Best-first candidates whose weights sum to `mass` at least; all of them if need be."""
+    for count in _CANDIDATE_COUNTS:
+        best, ids = best_candidates(weights, count)
+        if best.sum(dtype=torch.float64) >= mass:
+            return best, ids
+    return best_candidates(weights, weights.shape[0])

@@ -229,12 +229,14 @@ def test_frequencies_are_the_distribution(overrides: dict[str, Any], kept: list[
     assert chi_square(tokens, expected) < 18.5  # 4 degrees, p = 0.001; fewer are stricter
 
 
-def test_top_p_beyond_the_first_candidates_equals_a_full_sort() -> None:
-    # Nearly flat over 5,000 tokens: 1,024 candidates hold a fifth of the mass.
-    logits = random_logits(vocab_size=5000)[0] * 0.01
-    tokens = draw(logits, 400, top_p=0.5)
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_top_p_beyond_the_first_candidates_equals_a_full_sort(top_p: float) -> None:
+    # Nearly flat over 10,000 tokens: 1,024 candidates hold a tenth of the mass, 8,192 hold 0.82.
+    logits = random_logits(vocab_size=10_000)[0] * 0.01
+    tokens = draw(logits, 400, top_p=top_p)
     probabilities, order = logits.softmax(-1).sort(descending=True)
-    inside = int((probabilities.cumsum(0) - probabilities < 0.5).sum())
+    inside = int((probabilities.cumsum(0) - probabilities < top_p).sum())
+    assert (inside > 8192) == (top_p == 0.9)
     assert set(tokens) <= set(order[:inside].tolist())
     assert len(set(tokens) - set(order[:1024].tolist())) > 100
 
