@@ -48,8 +48,9 @@ class ConfigFields:
             if default is None:
                 raise self.error(name, "is missing")
             return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 < value <= sys.float_info.max:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, f"must be a number, got {value!r}")
+        if 0 < value <= sys.float_info.max:
             return float(value)
         raise self.error(name, f"must be a finite number above 0, got {value!r}")
 

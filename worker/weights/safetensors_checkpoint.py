@@ -115,7 +115,7 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{file}: the model never read tensor {join_names(unread)}")
 
     def _warn_of_stale_head(self) -> None:
-        """A tied model's own head is ignored; where it says something else, that is worth a line."""
+        """A tied model's own head is ignored; one that differs is worth a line."""
         head = self._tensors.get(HEAD)
         if head is None or not self.config.tie_word_embeddings:
             return
