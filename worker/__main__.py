@@ -70,7 +70,9 @@ async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
     stopping = loop.create_task(stop.wait())
     await asyncio.wait((start, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not start.done():
-        os._exit(0)  # asked to end while loading: nothing is served, and loading cannot be cancelled
+        os._exit(
+            0
+        )  # asked to end while loading: nothing is served, and loading cannot be cancelled
     try:
         address = await start
     except (ValueError, OSError, StartError) as error:

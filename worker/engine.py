@@ -177,7 +177,7 @@ class Engine:
             with torch.inference_mode():
                 while (step := self._next_step()) is not None:
                     self._run(step)
-        except BaseException as error:  # noqa: BLE001  # reported below: nothing is swallowed
+        except BaseException as error:  # reported below: nothing is swallowed
             _log.critical("the engine failed", exc_info=error)
             self._call_loop(self.fail, error)
 

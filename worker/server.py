@@ -132,7 +132,8 @@ class WorkerServer:
         await server.start()
         self._lifecycle.move_to(Phase.READY)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._spawn(watch(node.engine, self._step_timeout_s))
+        compiles = loaded.device.type == "cuda"
+        self._spawn(watch(node.engine, self._step_timeout_s, compiles=compiles))
         return f"{_reachable(host)}:{port}"
 
     async def drain(self, timeout_s: float) -> bool:

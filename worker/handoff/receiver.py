@@ -134,9 +134,7 @@ class KvReceiver:
             return self._ack(Ack.STATUS_RESEND, chunk)
         return self._ack(Ack.STATUS_OK, chunk)
 
-    def _check_chunk(
-        self, chunk: kv_transfer_pb2.KvChunk
-    ) -> tuple[BlockLease, LandingRecord]:
+    def _check_chunk(self, chunk: kv_transfer_pb2.KvChunk) -> tuple[BlockLease, LandingRecord]:
         ticket = self._open_ticket("chunk", chunk.epoch)
         if chunk.attempt != ticket.key.attempt:
             raise RefusedError(
@@ -154,7 +152,8 @@ class KvReceiver:
         expected = chunk.num_tokens * self._row_bytes
         if len(chunk.data) != expected:
             raise RefusedError(
-                f"chunk: data has {len(chunk.data)} bytes, {chunk.num_tokens} tokens have {expected}"
+                f"chunk: data has {len(chunk.data)} bytes, "
+                f"{chunk.num_tokens} tokens have {expected}"
             )
         assert self._lease is not None
         assert self._record is not None
@@ -193,7 +192,7 @@ class KvReceiver:
 
     def _ack(
         self,
-        status: kv_transfer_pb2.KvAck.Status,
+        status: kv_transfer_pb2.KvAck.Status.ValueType,
         chunk: kv_transfer_pb2.KvChunk | None = None,
         reason: str = "",
     ) -> Ack:

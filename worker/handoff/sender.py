@@ -113,9 +113,7 @@ class _Transfer:
         self._unanswered: dict[tuple[int, int], _Piece] = {}
         self._sends: dict[_Piece, int] = {}
 
-    async def run(
-        self, lease: BlockLease, num_tokens: int, ticket: worker_pb2.KvTicket
-    ) -> int:
+    async def run(self, lease: BlockLease, num_tokens: int, ticket: worker_pb2.KvTicket) -> int:
         shape = self._identity.kv_shape
         row_bytes = wire.row_bytes(shape)
         await self._write(
@@ -168,9 +166,7 @@ class _Transfer:
                 f"layer {piece.layer}, token {piece.token_start} arrived damaged "
                 f"{MAX_SENDS_PER_CHUNK} times"
             )
-        data, crc = await self._pager.read(
-            lease, piece.layer, piece.token_start, piece.num_tokens
-        )
+        data, crc = await self._pager.read(lease, piece.layer, piece.token_start, piece.num_tokens)
         self._unanswered[piece.layer, piece.token_start] = piece
         await self._write(
             kv_transfer_pb2.KvPush(
@@ -208,7 +204,7 @@ class _Transfer:
             while True:
                 await self._read(Ack.STATUS_OK, Ack.STATUS_RESEND)
 
-    async def _read(self, *wanted: kv_transfer_pb2.KvAck.Status) -> kv_transfer_pb2.KvAck:
+    async def _read(self, *wanted: kv_transfer_pb2.KvAck.Status.ValueType) -> kv_transfer_pb2.KvAck:
         ack = await self._bounded(self._call.read(), "answered nothing")
         if isinstance(ack, kv_transfer_pb2.KvAck):
             if ack.status in wanted:

@@ -36,7 +36,7 @@ class KvPager:
         device = cache.k[0].device
         # A stream of its own, so that a copy need not queue behind the engine's kernels. The rows
         # to send are finished: their first token has been sampled, which waited for them.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no type for it
 
     async def read(
         self, lease: BlockLease, layer: int, token_start: int, num_tokens: int
@@ -53,7 +53,13 @@ class KvPager:
         return await asyncio.get_running_loop().run_in_executor(self._executor, move)
 
     async def write(
-        self, lease: BlockLease, layer: int, token_start: int, num_tokens: int, data: bytes, crc: int
+        self,
+        lease: BlockLease,
+        layer: int,
+        token_start: int,
+        num_tokens: int,
+        data: bytes,
+        crc: int,
     ) -> None:
         """Lands wire bytes in the pages.
 

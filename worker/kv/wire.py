@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import google_crc32c
 import torch
 
+from legato.kernels.kv_pack import kv_pack, kv_unpack
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,7 +35,7 @@ def tokens_per_chunk(shape: KvShape) -> int:
 
 
 def slots_of(blocks: Sequence[int], block_size: int, start: int, num_tokens: int) -> Tensor:
-    """Slots of tokens `start : start + num_tokens` of the sequence that owns `blocks`: [n] int64."""
+    """Slots of tokens `start : start + num_tokens` of the owner of `blocks`: [n] int64."""
     positions = torch.arange(start, start + num_tokens)
     return torch.tensor(blocks)[positions // block_size] * block_size + positions % block_size
 
@@ -45,8 +47,8 @@ def checksum(data: bytes) -> int:
 
 def read_rows(cache: KvCache, layer: int, slots: Tensor) -> bytes:
     """[2, n, num_kv_heads, head_dim] of one layer, C order, as bytes. Waits for the device."""
-    rows = _pack(cache.k[layer], cache.v[layer], slots.to(cache.k[layer].device))
-    return rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    rows = kv_pack(cache.k[layer], cache.v[layer], slots.to(cache.k[layer].device))
+    return rows.cpu().view(torch.uint8).numpy().tobytes()
 
 
 def write_rows(cache: KvCache, layer: int, slots: Tensor, data: bytes) -> None:
@@ -55,15 +57,6 @@ def write_rows(cache: KvCache, layer: int, slots: Tensor, data: bytes) -> None:
     device = cache.k[layer].device
     rows = torch.frombuffer(bytearray(data), dtype=shape.dtype)
     rows = rows.view(2, len(slots), shape.num_kv_heads, shape.head_dim).to(device)
-    _unpack(rows, cache.k[layer], cache.v[layer], slots.to(device))
+    kv_unpack(rows, cache.k[layer], cache.v[layer], slots.to(device))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _pack(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
-    return torch.stack((k_cache[slots], v_cache[slots]))
-
-
-def _unpack(data: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    k_cache[slots] = data[0]
-    v_cache[slots] = data[1]

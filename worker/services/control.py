@@ -56,8 +56,8 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
     @reports_errors
     async def GetIdentity(  # noqa: N802  # the name is the RPC's
         self,
-        request: worker_pb2.GetIdentityRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        request: worker_pb2.GetIdentityRequest,
+        context: Context,
     ) -> worker_pb2.WorkerIdentity:
         """Who this is and what it can hold."""
         identity = self._identity
@@ -79,7 +79,7 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
     @reports_errors
     async def WatchLoad(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
         self,
-        request: worker_pb2.WatchLoadRequest,  # noqa: ARG002
+        request: worker_pb2.WatchLoadRequest,
         context: Context,
     ) -> None:
         """A report now, then on every change, and at least each half second."""
@@ -98,8 +98,8 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
     @reports_errors
     async def Drain(  # noqa: N802  # the name is the RPC's
         self,
-        request: worker_pb2.DrainRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        request: worker_pb2.DrainRequest,
+        context: Context,
     ) -> worker_pb2.DrainResponse:
         """No new work from now on."""
         self._begin_drain()

@@ -85,9 +85,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         ticket: Ticket,
     ) -> None:
         granted = worker_pb2.KvTicket(
-            key=worker_pb2.AttemptKey(
-                request_id=ticket.key.request_id, attempt=ticket.key.attempt
-            ),
+            key=worker_pb2.AttemptKey(request_id=ticket.key.request_id, attempt=ticket.key.attempt),
             epoch=ticket.epoch,
             worker_id=self._identity.worker_id,
             blocks=ticket.num_blocks,

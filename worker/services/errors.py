@@ -12,7 +12,7 @@ from legato.worker.mailbox import EngineDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from typing import Any
+    from typing import Any, NoReturn
 
 _log = logging.getLogger(__name__)
 Service = TypeVar("Service")
@@ -36,9 +36,7 @@ def invalid(message: str) -> CallError:
 
 def wrong_role(rpc: str, role: str) -> CallError:
     """FAILED_PRECONDITION: the worker does not serve that RPC."""
-    return CallError(
-        grpc.StatusCode.FAILED_PRECONDITION, f"{rpc} is not served by a {role} worker"
-    )
+    return CallError(grpc.StatusCode.FAILED_PRECONDITION, f"{rpc} is not served by a {role} worker")
 
 
 def reports_errors(
@@ -66,6 +64,13 @@ def reports_errors(
         except Exception as error:
             _log.exception("%s failed", handler.__qualname__)
             code, message = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
-        await context.abort(code, message)
+        return await _abort(context, code, message)
 
     return reporting
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, message: str
+) -> NoReturn:
+    await context.abort(code, message)
+    raise AssertionError("abort always raises")

@@ -17,7 +17,7 @@ _FINISH_REASONS = {
 }
 
 
-def finish_reason(event: TokenEvent) -> common_pb2.FinishReason:
+def finish_reason(event: TokenEvent) -> common_pb2.FinishReason.ValueType:
     """UNSPECIFIED while the answer goes on."""
     return _FINISH_REASONS[event.finish_reason]
 
