@@ -20,6 +20,10 @@ class RequestError(Exception):
         self.retry_after_ms = retry_after_ms
 
 
+class ClientGoneError(Exception):
+    """Nobody is there any more to read the answer, or to be told so."""
+
+
 def invalid(message: str) -> RequestError:
     """INVALID_ARGUMENT: `message` names field, value and limit."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)

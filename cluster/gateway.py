@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from legato.cluster.cluster_service import ClusterService
 from legato.cluster.error_status import with_status
-from legato.cluster.errors import unavailable
+from legato.cluster.errors import ClientGoneError, unavailable
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -56,7 +57,15 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         ],
     ) -> None:
         """See generation.proto."""
-        await self._router.generate(request, context.write, context.time_remaining())
+
+        async def send(response: generation_pb2.GenerateResponse) -> None:
+            try:
+                await context.write(response)
+            except grpc.aio.InternalError as error:  # the call ended while a write waited
+                raise ClientGoneError from error
+
+        with contextlib.suppress(ClientGoneError):
+            await self._router.generate(request, send, context.time_remaining())
 
     @with_status
     async def GetModel(  # noqa: N802  # named by the proto

@@ -14,7 +14,7 @@ import grpc
 
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
-from legato.cluster.errors import RequestError, unavailable
+from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.pool_view import PoolView
 from legato.cluster.request import parse_request
@@ -169,6 +169,7 @@ class Router:
 
         Raises:
             RequestError: the status that the client gets.
+            ClientGoneError: as `send` raised it.
         """
         clock = PhaseClock(time.monotonic)
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
@@ -183,7 +184,7 @@ class Router:
                     if not self._running:
                         self._idle.set()
             self.counters.completed += 1
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientGoneError):
             self.counters.cancelled += 1
             raise
         except TimeoutError:

@@ -9,6 +9,7 @@ import pytest
 from fake_worker import KV_BYTES_PER_TOKEN, FakeWorker, scripted_token
 from router_service import Service, ask, collect, expected, until
 
+from legato.cluster.errors import ClientGoneError
 from legato.cluster.timings import Phase
 from legato.protos import common_pb2, generation_pb2
 
@@ -214,18 +215,39 @@ async def test_an_id_in_flight_is_refused_and_free_again_afterwards() -> None:
 
 
 async def test_a_slow_client_holds_back_its_own_stream_only() -> None:
-    decode = FakeWorker("decode", total_blocks=10**6, tokens_per_event=500)
+    decode = FakeWorker("decode", total_blocks=10**6, tokens_per_event=2000)
     async with Service([FakeWorker("prefill")], [decode]) as service:
-        stream = service.client.generate(ask("slow", 10**6))
-        await anext(stream)
+        sent: list[generation_pb2.GenerateResponse] = []
+
+        async def stuck(response: generation_pb2.GenerateResponse) -> None:
+            sent.append(response)
+            if len(sent) == 2:
+                await asyncio.Event().wait()
+
+        slow = asyncio.create_task(service.router.generate(ask("slow", 10**6), stuck, 60.0))
+        await until(lambda: len(sent) == 2)
         assert (await collect(service, ask("quick", 50))).token_ids == expected("quick", 50)
         before = -1
-        while before != decode.num_tokens_sent:  # it stops by itself: all windows are full
+        while before != decode.num_tokens_sent:  # the worker stops: gRPC's windows are full
             before = decode.num_tokens_sent
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.2)
         assert decode.num_tokens_sent < 10**6
-        await stream.aclose()
+        assert len(sent) == 2
+        slow.cancel()
         await service.settle()
+
+
+async def test_a_client_lost_while_a_write_waits_is_a_cancelled_request() -> None:
+    async with Service([FakeWorker("prefill")], [FakeWorker("decode")]) as service:
+
+        async def gone(response: generation_pb2.GenerateResponse) -> None:
+            raise ClientGoneError
+
+        with pytest.raises(ClientGoneError):
+            await service.router.generate(ask("hello", 50), gone, 60.0)
+        await service.settle()
+        assert service.router.counters.cancelled == 1
+        assert service.router.counters.failed == 0
 
 
 def test_the_script_tells_positions_and_prompts_apart() -> None:
