@@ -40,7 +40,7 @@ class Faults:
     skip_index: int | None = None  # decode leaves this token out
     end_at: int | None = None  # decode ends its stream, without an error, before this token
     hold_handoff: bool = False  # the KV never arrives
-    hang_at: int | None = None  # decode sends nothing from this token on
+    lose_finish: bool = False  # decode sends every token, and never the word that it was the end
     cut_short_at: int | None = None  # decode finishes as CANCELLED before this token
 
 
@@ -72,15 +72,14 @@ class FakeWorker(
         step_s: float = 0.0,
         tokens_per_event: int = 1,
         eos_at: int | None = None,
-        fingerprint: str = "f1",
-        dtype: str = "float32",
     ) -> None:
         self.role: Role = role
         self.worker_id = f"{role}-{next(self._ids)}"
         self.total_blocks, self.block_size = total_blocks, block_size
         self.prefill_s, self.handoff_s, self.step_s = prefill_s, handoff_s, step_s
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
-        self.fingerprint, self.dtype = fingerprint, dtype
+        self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
+        self.protocol_version = 1
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
         self.used_blocks = 0
@@ -228,8 +227,6 @@ class FakeWorker(
             await self._pause(self.step_s)
             if index == self.faults.end_at:
                 return
-            if index == self.faults.hang_at:
-                await asyncio.sleep(3600)
             if index == self.faults.cut_short_at:
                 self.faults.cut_short_at = None
                 yield worker_pb2.Tokens(
@@ -241,6 +238,9 @@ class FakeWorker(
             if index != self.faults.skip_index:
                 batch.append(self._sample(prompt, index, start.sampling))
             finished = finish != common_pb2.FINISH_REASON_UNSPECIFIED
+            if finished and self.faults.lose_finish:
+                yield worker_pb2.Tokens(tokens=batch, decode_forwards=forwards)
+                return
             if len(batch) >= self.tokens_per_event or finished:
                 self.num_tokens_sent += len(batch)
                 yield worker_pb2.Tokens(
@@ -266,7 +266,7 @@ class FakeWorker(
             model_fingerprint=self.fingerprint,
             dtype=self.dtype,
             kv_layout=worker_pb2.KvLayout(
-                num_layers=2, num_kv_heads=1, head_dim=4, block_size=self.block_size, dtype="f32"
+                num_layers=2, num_kv_heads=self.num_kv_heads, head_dim=4, block_size=self.block_size, dtype="f32"
             ),
             total_blocks=self.total_blocks,
             context_length=512,
@@ -274,7 +274,7 @@ class FakeWorker(
             architecture="fake",
             pid=1,
             host="here",
-            protocol_version=1,
+            protocol_version=self.protocol_version,
         )
 
     async def WatchLoad(  # noqa: N802
