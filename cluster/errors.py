@@ -17,3 +17,7 @@ class RequestError(Exception):
 def invalid(message: str) -> RequestError:
     """INVALID_ARGUMENT: `message` names field, value and limit."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+class ServiceError(Exception):
+    """Why a service could not start or go on: one sentence for the person who typed the command."""
