@@ -89,10 +89,13 @@ class Controller:
         self._options = options or ControllerOptions()
         self._pools = {role: Pool(role, _checked_size(role, targets[role])) for role in ROLES}
         self._published: tuple[WorkerEndpoint, ...] = ()
+        self._closed = False
         self._num_started = dict.fromkeys(ROLES, 0)
 
     def step(self, now_s: float) -> None:
         """Takes the actions that `decide` names, and publishes if the workers changed."""
+        if self._closed:
+            return
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
             for action in decide(pool, now_s, self._options):
@@ -124,6 +127,10 @@ class Controller:
                 pool.note_success()  # the operator asks anew: try at once
         self.step(now_s)
         return {role: pool.target for role, pool in self._pools.items()}
+
+    def close(self) -> None:
+        """The service ends: from now on nothing is started or scaled."""
+        self._closed = True
 
     # Events. One about a worker that is no longer known is old news: the kill that was asked for
     # and the death that follows it cross on the way.

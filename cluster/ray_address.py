@@ -73,7 +73,9 @@ def probe_ray(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
             f"no Ray cluster answers at {address} ({error.strerror or error}); {_HOW_TO_START}"
         ) from error
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        check = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            "/ray.rpc.NodeInfoGcsService/GetClusterId"
+        )
         try:
             check(b"", timeout=timeout_s)
         except grpc.RpcError as error:
