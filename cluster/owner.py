@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +18,7 @@ from legato.cluster.placement import place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
+from legato.cluster.version import legato_version
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
@@ -147,11 +147,11 @@ class Owner:
             time.sleep(POLL_S)
         return DRAIN_S
 
-    def end(self, drain_timeout_s: float) -> None:
-        """Drains, then ends every process; a (further) signal makes it hurry."""
+    def end(self, drain_timeout_s: float | None) -> None:
+        """Drains, then ends every process; None or a (further) signal: without delay."""
         service, signals = self._ray, self._stop.count
         try:
-            if service is not None and drain_timeout_s > 0:
+            if service is not None and drain_timeout_s is not None:
                 self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
                 self._await(service, service.begin_drain(drain_timeout_s), drain_timeout_s, signals)
                 self._progress.state("ending: stopping workers")
@@ -279,11 +279,3 @@ def _serves(address: str) -> bool:
 def _pool_text(pool: cluster_pb2.PoolStatus) -> str:
     name = "prefill" if pool.role == common_pb2.WORKER_ROLE_PREFILL else "decode"
     return f"{name}: {pool.message or f'{pool.ready} of {pool.target} ready'}"
-
-
-def legato_version() -> str:
-    """Of the installed package."""
-    try:
-        return version("legato")
-    except PackageNotFoundError:
-        return "uninstalled"
