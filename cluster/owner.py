@@ -147,6 +147,11 @@ class Owner:
             time.sleep(POLL_S)
         return DRAIN_S
 
+    @property
+    def stop_asked(self) -> bool:
+        """True once a signal came."""
+        return self._stop.count > 0
+
     def end(self, drain_timeout_s: float | None) -> None:
         """Drains, then ends every process; None or a (further) signal: without delay."""
         service, signals = self._ray, self._stop.count

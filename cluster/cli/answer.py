@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Answer:
     def gaps_s(self) -> list[float]:
         """Between each token and the one before it."""
         times = self.token_times_s
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     @property
     def decode_tokens_per_s(self) -> float | None:

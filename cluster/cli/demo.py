@@ -15,6 +15,8 @@ from legato.cluster.cli.timing_table import timing_table
 from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from legato.cluster.cli.progress import TerminalProgress
     from legato.cluster.owner import Owner
 
@@ -43,13 +45,20 @@ def demo(
 
     def ask(owner: Owner, address: str, progress: TerminalProgress) -> float:
         progress.stage(f"ready at {address}: one prefill worker, one decode worker")
-        _ask(address, prompt, max_tokens)
+
+        def write(text: str) -> None:
+            if owner.stop_asked:
+                raise KeyboardInterrupt
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        _ask(address, prompt, max_tokens, write)
         return 0.0
 
     sys.exit(run_service(config, ask))
 
 
-def _ask(address: str, prompt: str, max_tokens: int) -> None:
+def _ask(address: str, prompt: str, max_tokens: int, write: Callable[[str], None]) -> None:
     from rich.console import Console
 
     from legato.protos import common_pb2, generation_pb2_grpc
@@ -61,12 +70,7 @@ def _ask(address: str, prompt: str, max_tokens: int) -> None:
     with connect(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         call = stub.Generate(request, timeout=ANSWER_TIMEOUT_S)
-        answer = read_answer(call, _write)
+        answer = read_answer(call, write)
     print("\n")
     console.print(timing_table(answer))
     print()
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -13,9 +13,7 @@ from legato.cluster.cli.connection import AddressOption, PortOption, choose_addr
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    import grpc
-
-    from legato.protos import generation_pb2
+    from legato.protos import common_pb2, generation_pb2
 
 
 def generate(
@@ -74,7 +72,7 @@ def generate(
         )
         request = make_request(text, sampling, chat=chat, system=system)
         call = stub.Generate(request, timeout=timeout)
-        answer = _print_stream(call, quiet=as_json)
+        answer = _print_stream(call, call.cancel, quiet=as_json)
     if as_json:
         print(json.dumps(_as_dict(answer), ensure_ascii=False))
     if stats:
@@ -103,12 +101,15 @@ def make_request(
 
 
 def _print_stream(
-    call: grpc.CallIterator[generation_pb2.GenerateResponse], *, quiet: bool
+    responses: Iterable[generation_pb2.GenerateResponse],
+    cancel: Callable[[], object],
+    *,
+    quiet: bool,
 ) -> Answer:
     try:
-        answer = read_answer(call, (lambda _: None) if quiet else _write)
+        answer = read_answer(responses, (lambda _: None) if quiet else _write)
     except BaseException:
-        call.cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
+        cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
         raise
     if not quiet and sys.stdout.isatty():
         print()
@@ -125,6 +126,7 @@ def _write(text: str) -> None:
 def _as_dict(answer: Answer) -> dict[str, object]:
     from google.protobuf.json_format import MessageToDict
 
+    assert answer.finish is not None  # `_print_stream` raises where it is
     finish = MessageToDict(
         answer.finish, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
