@@ -13,6 +13,8 @@ from legato.cluster.cli.connection import AddressOption, PortOption, choose_addr
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from legato.protos import common_pb2, generation_pb2
 
 
