@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,10 +61,10 @@ def status(
     else:
         from rich.console import Console
 
-        console = Console()
         for line in status_lines(answer):
-            console.print(line, highlight=False, markup=False)
-        console.print(worker_table(answer))
+            print(line)
+        # A pipe has no width: there nothing is shortened to fit.
+        Console(width=None if sys.stdout.isatty() else 200).print(worker_table(answer))
     if not answer.ready:
         raise typer.Exit(3)
 
@@ -174,8 +175,8 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
         f"refused, {router.moved} moved",
     ]
     for pool in answer.pools:
-        text = f"{_role(pool.role)}: {pool.ready} of {pool.target} ready"
-        lines.append(f"{text} ({pool.message})" if pool.message else text)
+        text = pool.message or f"{pool.ready} of {pool.target} ready"
+        lines.append(f"{_role(pool.role)}: {text}")
     return lines
 
 
@@ -185,9 +186,9 @@ def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("worker", "state", "address", "pid"):
-        table.add_column(title)
-    for title in ("running", "waiting", "KV blocks used", "tokens"):
-        table.add_column(title, justify="right")
+        table.add_column(title, overflow="fold")
+    for title in ("running", "waiting", "KV blocks", "tokens"):
+        table.add_column(title, justify="right", overflow="fold")
     for pool in answer.pools:
         for worker in pool.workers:
             load = worker.load
