@@ -96,11 +96,12 @@ class FakeModel:
             if last not in wanted:
                 continue
             blocks = batch.block_tables[index]
-            slots = torch.tensor(
-                [blocks[p // size] * size + p % size for p in range(context_len)]
-            )
+            slots = torch.tensor([blocks[p // size] * size + p % size for p in range(context_len)])
             context = torch.stack(
-                [torch.stack((k[slots], v[slots]), 1) for k, v in zip(cache.k, cache.v, strict=True)],
+                [
+                    torch.stack((k[slots], v[slots]), 1)
+                    for k, v in zip(cache.k, cache.v, strict=True)
+                ],
                 1,
             )
             logits[wanted.index(last), self.next_token(context)] = 1.0

@@ -266,7 +266,11 @@ class FakeWorker(
             model_fingerprint=self.fingerprint,
             dtype=self.dtype,
             kv_layout=worker_pb2.KvLayout(
-                num_layers=2, num_kv_heads=self.num_kv_heads, head_dim=4, block_size=self.block_size, dtype="f32"
+                num_layers=2,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=4,
+                block_size=self.block_size,
+                dtype="f32",
             ),
             total_blocks=self.total_blocks,
             context_length=512,

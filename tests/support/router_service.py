@@ -155,12 +155,14 @@ class Service:
     async def settle(self) -> None:
         """Within a bound nobody holds anything: neither the workers nor the router's own books."""
         await until(
-            lambda: all(w.used_blocks == 0 and w.open_calls == 0 for w in self.workers)
-            and self.router.num_in_flight == 0
-            and self.router.admission.num_queued == 0
-            and all(
-                v.used_blocks == 0 and v.backlog_tokens == 0 and not v.calls
-                for v in self.router.pool.views()
+            lambda: (
+                all(w.used_blocks == 0 and w.open_calls == 0 for w in self.workers)
+                and self.router.num_in_flight == 0
+                and self.router.admission.num_queued == 0
+                and all(
+                    v.used_blocks == 0 and v.backlog_tokens == 0 and not v.calls
+                    for v in self.router.pool.views()
+                )
             )
         )
 
@@ -180,7 +182,12 @@ class Result:
 
 
 def ask(
-    prompt: str, max_tokens: int, *, request_id: str = "", batch: bool = False, **sampling: Any  # noqa: ANN401
+    prompt: str,
+    max_tokens: int,
+    *,
+    request_id: str = "",
+    batch: bool = False,
+    **sampling: Any,  # noqa: ANN401
 ) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(
         request_id=request_id,
