@@ -35,6 +35,8 @@ class RouterOptions:
     max_attempts: int = 4
     # A small request may pass a blocked bigger one until that one has waited this long.
     max_passed_over_s: float = 2.0
+    # No worker of a role for this long: a request that needs one fails with UNAVAILABLE.
+    worker_wait_s: float = 30.0
 
 
 @dataclass(frozen=True)

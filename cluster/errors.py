@@ -6,14 +6,33 @@ import grpc
 
 
 class RequestError(Exception):
-    """Carries the status code and the sentence that the client gets."""
+    """Carries the status code and the sentence that the client gets.
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+    `retry_after_ms` goes out as trailing metadata `retry-after-ms`: when to try again.
+    """
+
+    def __init__(
+        self, code: grpc.StatusCode, message: str, *, retry_after_ms: int | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+class ClientGoneError(Exception):
+    """Nobody is there any more to read the answer, or to be told so."""
 
 
 def invalid(message: str) -> RequestError:
     """INVALID_ARGUMENT: `message` names field, value and limit."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def unavailable(message: str) -> RequestError:
+    """UNAVAILABLE: `message` names what is missing."""
+    return RequestError(grpc.StatusCode.UNAVAILABLE, message)
+
+
+class ServiceError(Exception):
+    """Why a service could not start or go on: one sentence for the person who typed the command."""

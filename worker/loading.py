@@ -60,8 +60,7 @@ def load_model(
     # Here, so that a wrong model or setting is refused before the kernels are imported.
     from legato.worker.models.build import build_model
 
-    model = build_model(checkpoint, device, dtype, on_progress)
-    checkpoint.finish()
+    model = build_model(checkpoint, device, dtype, on_progress)  # finishes the checkpoint
     return LoadedModel(model, checkpoint.fingerprint, dtype, device, source)
 
 

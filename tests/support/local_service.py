@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, worker_process
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
@@ -30,12 +32,43 @@ ROLES = {
 }
 
 
+@dataclass
+class LocalWorker:
+    """One running worker process."""
+
+    role: Role
+    process: WorkerProcess
+    cleanup: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def worker_id(self) -> str:
+        return self.process.worker_id
+
+    @property
+    def address(self) -> str:
+        return self.process.address
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.cleanup.close()
+
+
+def start_worker(model: Path, role: Role, arguments: Sequence[str]) -> LocalWorker:
+    """Blocks until it is ready; raises where it does not start."""
+    with ExitStack() as stack:
+        process = stack.enter_context(worker_process(model, role, *arguments))
+        return LocalWorker(role, process, stack.pop_all())
+
+
 class StaticControl:
     """A control plane without a controller: it remembers what the router reported."""
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
-        self.workers: list[WorkerProcess] = []
+        self.workers: list[LocalWorker] = []
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
         return [
@@ -77,17 +110,14 @@ class LocalService:
         options: RouterOptions | None = None,
     ) -> None:
         self.model = Path(model)
-        self.counts: dict[Literal["prefill", "decode"], int] = {
-            "prefill": prefill,
-            "decode": decode,
-        }
-        self.args = {
+        self.counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
+        self.args: dict[Role, list[str]] = {
             "prefill": [*worker_args, *prefill_args],
             "decode": [*worker_args, *decode_args],
         }
         self.options = options or RouterOptions(port=0)
         self.control = StaticControl()
-        self.workers: list[WorkerProcess] = []
+        self.workers: list[LocalWorker] = []
 
     async def __aenter__(self) -> Self:
         try:
@@ -105,12 +135,12 @@ class LocalService:
     async def _start(self) -> None:
         text = ModelText.load(self.model)
         starting = [
-            asyncio.to_thread(WorkerProcess.start, str(self.model), role, self.args[role])
+            asyncio.to_thread(start_worker, self.model, role, self.args[role])
             for role, count in self.counts.items()
             for _ in range(count)
         ]
         results = await asyncio.gather(*starting, return_exceptions=True)
-        self.workers = [worker for worker in results if isinstance(worker, WorkerProcess)]
+        self.workers = [worker for worker in results if isinstance(worker, LocalWorker)]
         for result in results:
             if isinstance(result, BaseException):
                 raise result

@@ -68,7 +68,7 @@ def gguf_model_config(
     context_length = fields.integer("context_length")
     try:
         return ModelConfig(
-            architecture="LlamaForCausalLM",
+            architecture="llama",
             num_layers=fields.integer("block_count"),
             hidden_size=fields.integer("embedding_length"),
             intermediate_size=fields.integer("feed_forward_length"),
@@ -115,7 +115,14 @@ def _rope(fields: ConfigFields, head_dim: int, rope_freqs: Sequence[float] | Non
     if kind == "none":
         if factor != 1.0:
             raise fields.error("rope.scaling.factor", f"is {factor} without rope.scaling.type")
-        if rope_freqs is None or all(freq == 1.0 for freq in rope_freqs):
+        if rope_freqs is None:
+            return RopeConfig(theta=theta)
+        if len(rope_freqs) != head_dim // 2:
+            raise CheckpointError(
+                f"{fields.where}: tensor rope_freqs.weight has {len(rope_freqs)} numbers, a head "
+                f"of {head_dim} needs {head_dim // 2}"
+            )
+        if max(rope_freqs, default=1.0) == 1.0:
             return RopeConfig(theta=theta)
         return _llama3(fields, theta, head_dim, rope_freqs)
     if rope_freqs is not None:
@@ -138,9 +145,7 @@ def _llama3(
         ),
     )
     expected = llama3_divisors(rope, head_dim)
-    if len(expected) != len(rope_freqs) or not all(
-        math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, rope_freqs, strict=True)
-    ):
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, rope_freqs, strict=True)):
         raise CheckpointError(
             f"{fields.where}: tensor rope_freqs.weight does not follow the llama3 rule with "
             f"factor {rope.factor:g} and original length {rope.original_context_length}, the only "

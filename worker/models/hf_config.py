@@ -77,7 +77,7 @@ def model_config(values: dict[str, object], where: str) -> ModelConfig:
     has_bias_fields = family.has_bias_fields
     try:
         return ModelConfig(
-            architecture=architecture,
+            architecture="llama",  # the code that serves both families
             num_layers=fields.integer("num_hidden_layers"),
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),

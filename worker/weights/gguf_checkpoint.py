@@ -72,7 +72,7 @@ class GgufCheckpoint:
             header.metadata,
             tensor_names=by_gguf_name.keys(),
             vocab_size=by_gguf_name["token_embd.weight"].shape[0],
-            rope_freqs=None if rope_freqs is None else self._dequantized(rope_freqs).tolist(),
+            rope_freqs=None if rope_freqs is None else self._divisors(rope_freqs),
             where=str(file),
         )
         self._all_tensors = header.tensors
@@ -125,6 +125,14 @@ class GgufCheckpoint:
         unread = self._tensors.keys() - self._read
         if unread:
             raise CheckpointError(f"{self._file}: the model never read tensor {join_names(unread)}")
+
+    def _divisors(self, rope_freqs: StoredTensor) -> list[float]:
+        values = self._dequantized(rope_freqs).float()
+        if values.dim() != 1 or not bool(((values >= 1) & values.isfinite()).all()):
+            raise CheckpointError(
+                f"{self._file}: tensor {ROPE_FREQS} must be a list of finite numbers of at least 1"
+            )
+        return values.tolist()
 
     def _dequantized(self, stored: StoredTensor) -> Tensor:
         """The tensor's values in float32, or in its own dtype where that is a float."""

@@ -160,7 +160,7 @@ class _Parser:
         try:
             for _ in range(count):
                 at += 8 + unpack(data, at)[0]
-        except struct.error:
+        except (struct.error, OverflowError):  # beyond the file, or beyond any offset
             at = self.size + 1
         self.advance(at - self.at)
 
@@ -173,6 +173,8 @@ class _Parser:
                 f"tensor {name} has {num_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed"
             )
         dimensions = [self.scalar("<Q") for _ in range(num_dimensions)]
+        if 0 in dimensions:
+            raise self.error(f"tensor {name} is empty")
         return name, tuple(reversed(dimensions)), self.scalar("<I"), self.scalar("<Q")
 
     def stored(

@@ -103,8 +103,9 @@ class SafetensorsCheckpoint:
 
     def finish(self) -> None:
         """Closes the files; raises CheckpointError naming tensors that were never read."""
-        self._warn_of_stale_head()
-        self._handles.clear()
+        if self._handles:  # a second call has nothing to compare
+            self._warn_of_stale_head()
+            self._handles.clear()
         unread = [
             name
             for name in self._tensors

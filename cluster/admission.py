@@ -1,0 +1,270 @@
+"""Admission: the router's bounded queue, and who may start on which workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import grpc
+
+from legato.cluster.errors import RequestError, unavailable
+from legato.cluster.policies import (
+    Demand,
+    WorkerSnapshot,
+    may_pass,
+    pick_decode,
+    pick_prefill,
+    pick_to_drain,
+    queue_rank,
+)
+from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from legato.cluster.config import RouterOptions
+    from legato.cluster.control_plane import Role
+    from legato.cluster.pool_view import PoolView
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The workers of one attempt, with the attempt's share of each."""
+
+    prefill: WorkerView
+    prefill_share: PrefillShare
+    decode: WorkerView | None
+    decode_share: DecodeShare | None
+    wake: Callable[[], None]
+
+    def computed(self) -> None:
+        """Prefill gave the first token: the next prompt may go there."""
+        self.prefill_share.computed()
+        self.wake()
+
+    def handed_over(self) -> None:
+        """The KV is with the decode worker: prefill's blocks are free."""
+        self.prefill_share.release()
+        self.wake()
+
+    def release(self) -> None:
+        """Gives back what is still held of both workers. Idempotent."""
+        self.prefill_share.release()
+        if self.decode_share is not None:
+            self.decode_share.release()
+        self.wake()
+
+
+class Entry:
+    """One request's place in the queue; it keeps it over all its attempts."""
+
+    def __init__(self, arrival: int, now: float) -> None:
+        self.arrival = arrival
+        self.arrived_at = now
+        self.waiting_since = now  # of the present wait
+        self.demand = Demand(prefill_tokens=0, decode_tokens=0)
+        self.placed: asyncio.Future[Placement] | None = None
+        self.kept_free: dict[Role, str] = {}  # workers that drain for it, once it is overdue
+
+
+class Admission:
+    """Waiting is here, not in the workers: here a request can be dropped, reordered, placed anew.
+
+    `dispatch` is synchronous and runs whenever something changed, so that no two decisions can
+    see the same room. Nothing waits for ever: see `_refuse_hopeless`.
+    """
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        pool: PoolView,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._pool = pool
+        self._now = now
+        self._waiting: list[Entry] = []
+        self._arrivals = 0
+        self._dispatch_due = False
+        self._last_start_at = now()
+        self._start_interval_s = 0.05  # between two starts, smoothed; for the retry hint
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def enter(self) -> Entry:
+        """A request arrives."""
+        self._arrivals += 1
+        return Entry(self._arrivals, self._now())
+
+    async def place(self, entry: Entry, demand: Demand, *, first: bool) -> Placement:
+        """Waits until workers have room for `demand`; the caller releases the placement.
+
+        `first` is false where the request was in the queue before and returns to its old place:
+        then the queue's bounds do not apply.
+
+        Raises:
+            RequestError: RESOURCE_EXHAUSTED, the queue is full; UNAVAILABLE, no worker can take it.
+        """
+        entry.demand, entry.waiting_since = demand, self._now()
+        entry.placed = asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        try:
+            self.dispatch()
+            if first and not entry.placed.done():
+                self._check_bounds(entry)
+            return await entry.placed
+        except BaseException:
+            # Cancelled in the moment of being placed: the room must not be lost.
+            if entry.placed.done() and not entry.placed.cancelled():
+                if entry.placed.exception() is None:
+                    entry.placed.result().release()
+                self.wake()
+            raise
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+
+    def wake(self) -> None:
+        """Something changed: dispatch soon, once for all that changes in the same moment."""
+        if self._waiting and not self._dispatch_due:
+            self._dispatch_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch_now)
+
+    def _dispatch_now(self) -> None:
+        self._dispatch_due = False
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Starts every waiting request that may start now."""
+        if not self._waiting:
+            return
+        now = self._now()
+        self._waiting.sort(
+            key=lambda e: queue_rank(
+                batch=e.demand.batch, waited_s=now - e.arrived_at, arrival=e.arrival
+            )
+        )
+        self._refuse_hopeless(now)
+        prefills = {v.worker_id: v.snapshot() for v in self._pool.placeable("prefill")}
+        decodes = {v.worker_id: v.snapshot() for v in self._pool.placeable("decode")}
+        smallest_blocked: Demand | None = None
+        for entry in tuple(self._waiting):
+            if not any(w.free_blocks for w in prefills.values()):
+                break  # nobody can start
+            if entry.placed is None or entry.placed.done():
+                continue
+            demand = entry.demand
+            if smallest_blocked is not None and not may_pass(smallest_blocked, demand):
+                continue
+            prefill = pick_prefill(demand, prefills.values())
+            decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
+            if prefill is not None and (decode is not None or not demand.decode_tokens):
+                self._start(entry, prefill, decode, now)
+                for snapshots, picked in ((prefills, prefill), (decodes, decode)):
+                    view = self._pool.view(picked.worker_id) if picked is not None else None
+                    if view is not None:
+                        snapshots[view.worker_id] = view.snapshot()
+            elif now - entry.arrived_at < self._options.max_passed_over_s:
+                smallest_blocked = _smaller(smallest_blocked, demand)
+            else:
+                if prefill is None:
+                    self._keep_free(entry, "prefill", demand.prefill_tokens, prefills)
+                if decode is None and demand.decode_tokens:
+                    self._keep_free(entry, "decode", demand.decode_tokens, decodes)
+
+    def _start(
+        self, entry: Entry, prefill: WorkerSnapshot, decode: WorkerSnapshot | None, now: float
+    ) -> None:
+        prefill_view = self._pool.view(prefill.worker_id)
+        decode_view = self._pool.view(decode.worker_id) if decode is not None else None
+        assert prefill_view is not None, "snapshots are taken from the pool within one dispatch"
+        assert entry.placed is not None, "only waiting entries are started"
+        self._start_interval_s += 0.1 * (now - self._last_start_at - self._start_interval_s)
+        self._last_start_at = now
+        self._waiting.remove(entry)
+        entry.placed.set_result(
+            Placement(
+                prefill=prefill_view,
+                prefill_share=PrefillShare(prefill_view, entry.demand.prefill_tokens),
+                decode=decode_view,
+                decode_share=DecodeShare(decode_view, entry.demand.decode_tokens)
+                if decode_view is not None
+                else None,
+                wake=self.wake,
+            )
+        )
+
+    def _keep_free(
+        self, entry: Entry, role: Role, num_tokens: int, open_workers: dict[str, WorkerSnapshot]
+    ) -> None:
+        """Closes one worker to everybody behind an overdue request; always the same one."""
+        kept = open_workers.get(entry.kept_free.get(role, ""))
+        if kept is None:
+            kept = pick_to_drain(num_tokens, open_workers.values())
+        if kept is not None:
+            entry.kept_free[role] = kept.worker_id
+            del open_workers[kept.worker_id]
+
+    def _refuse_hopeless(self, now: float) -> None:
+        """Fails what no present worker can ever hold, and what waited too long for any worker."""
+        for role in ("prefill", "decode"):
+            capacity = max((v.capacity_tokens for v in self._pool.placeable(role)), default=None)
+            empty_since = self._pool.empty_since[role]
+            for entry in tuple(self._waiting):
+                is_prefill = role == "prefill"
+                need = entry.demand.prefill_tokens if is_prefill else entry.demand.decode_tokens
+                if need == 0 or entry.placed is None or entry.placed.done():
+                    continue
+                if capacity is not None and need > capacity:
+                    error = unavailable(
+                        f"no {role} worker can hold this request: it needs {need} KV tokens, "
+                        f"the largest {role} worker now holds {capacity}"
+                    )
+                elif empty_since is not None and (
+                    now - max(empty_since, entry.waiting_since) >= self._options.worker_wait_s
+                ):
+                    error = unavailable(
+                        f"the {role} pool has had no ready worker for "
+                        f"{self._options.worker_wait_s:g} s"
+                    )
+                else:
+                    continue
+                self._waiting.remove(entry)
+                entry.placed.set_exception(error)
+
+    def _check_bounds(self, entry: Entry) -> None:
+        others = [e for e in self._waiting if e is not entry]
+        tokens = sum(e.demand.prefill_tokens for e in others) + entry.demand.prefill_tokens
+        if len(others) >= self._options.max_queued_requests:
+            limit = f"{len(others)} requests wait (limit {self._options.max_queued_requests})"
+        elif others and tokens > self._options.max_queued_tokens:
+            limit = f"{tokens} prompt tokens would wait (limit {self._options.max_queued_tokens})"
+        else:
+            return
+        raise self.refusal(limit)
+
+    def refusal(self, limit: str) -> RequestError:
+        """RESOURCE_EXHAUSTED with a hint: about the time in which a tenth of the queue starts."""
+        wait_s = min(30.0, max(0.1, self._start_interval_s * (len(self._waiting) // 10 + 1)))
+        return RequestError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"the queue is full: {limit}; try again in {wait_s:.1f} s",
+            retry_after_ms=int(wait_s * 1000),
+        )
+
+
+def _smaller(blocked: Demand | None, demand: Demand) -> Demand:
+    """The least of both needs: who asks for less than this asks for less than each blocked one."""
+    if blocked is None:
+        return demand
+    return replace(
+        blocked,
+        prefill_tokens=min(blocked.prefill_tokens, demand.prefill_tokens),
+        decode_tokens=min(blocked.decode_tokens, demand.decode_tokens),
+    )

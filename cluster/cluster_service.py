@@ -1,0 +1,173 @@
+"""ClusterService: the operators' side of the gateway: status, scaling, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from legato.cluster.error_status import with_status
+from legato.cluster.errors import invalid
+from legato.cluster.pool_view import ROLES
+from legato.cluster.worker_view import ViewState
+from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
+
+if TYPE_CHECKING:
+    import grpc
+
+    from legato.cluster.control_plane import Role
+    from legato.cluster.router import Router
+
+CONTROL_TIMEOUT_S = 2.0  # for status: an answer without the controller is better than none
+SCALE_TIMEOUT_S = 10.0
+MAX_POOL_SIZE = 1024
+DEFAULT_DRAIN_S = 10.0
+MAX_DRAIN_S = 600.0
+
+log = logging.getLogger(__name__)
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServicer):
+    """Checks, then asks the controller; adds what the router itself sees."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    @with_status
+    async def GetStatus(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.GetStatusResponse:
+        """See cluster.proto. Answers within CONTROL_TIMEOUT_S, whatever the controller does."""
+        router = self._router
+        counters = router.counters
+        return cluster_pb2.GetStatusResponse(
+            model=router.model_name,
+            version=router.version,
+            uptime_s=time.monotonic() - router.started_at,
+            ready=router.ready,
+            pools=await self._pools(),
+            router=cluster_pb2.RouterStatus(
+                queued=router.admission.num_queued,
+                in_flight=router.num_in_flight,
+                completed=counters.completed,
+                failed=counters.failed,
+                cancelled=counters.cancelled,
+                refused=counters.refused,
+                moved=counters.moved,
+            ),
+            owner_pid=router.owner_pid,
+            owner_host=router.owner_host,
+        )
+
+    @with_status
+    async def ScalePool(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.ScalePoolRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ScalePoolResponse:
+        """See cluster.proto."""
+        targets = read_targets(request)
+        result = await asyncio.wait_for(self._router.control.scale(targets), SCALE_TIMEOUT_S)
+        return cluster_pb2.ScalePoolResponse(
+            targets=[
+                cluster_pb2.PoolTarget(role=ROLES[role], target=target)
+                for role, target in result.items()
+            ]
+        )
+
+    @with_status
+    async def Shutdown(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.ShutdownRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ShutdownResponse:
+        """See cluster.proto."""
+        drain_s = request.drain_timeout_s if request.HasField("drain_timeout_s") else None
+        if drain_s is None:
+            drain_s = DEFAULT_DRAIN_S
+        if not math.isfinite(drain_s) or not 0 <= drain_s <= MAX_DRAIN_S:
+            raise invalid(f"drain_timeout_s is {drain_s}; it must be from 0 to {MAX_DRAIN_S:g}")
+        await asyncio.wait_for(self._router.control.shutdown(drain_s), SCALE_TIMEOUT_S)
+        return cluster_pb2.ShutdownResponse()
+
+    async def _pools(self) -> list[cluster_pb2.PoolStatus]:
+        """The controller's pools with the loads that the router sees."""
+        try:
+            told = await asyncio.wait_for(self._router.control.pools(), CONTROL_TIMEOUT_S)
+        except Exception:
+            log.exception("the controller did not tell its pools")
+            return self._own_pools()
+        pools = []
+        for told_pool in told:
+            pool = cluster_pb2.PoolStatus()
+            pool.CopyFrom(told_pool)  # what we add is not the controller's
+            pools.append(pool)
+            for worker in pool.workers:
+                view = self._router.pool.view(worker.worker_id)
+                if view is not None and view.load is not None:
+                    worker.load.CopyFrom(view.load)
+                if view is not None and view.state is ViewState.LOST:
+                    pool.message = pool.message or f"{view.worker_id} is lost: {view.lost_reason}"
+        return pools
+
+    def _own_pools(self) -> list[cluster_pb2.PoolStatus]:
+        pools = []
+        for role, proto_role in ROLES.items():
+            views = [v for v in self._router.pool.views() if v.endpoint.role == role]
+            pools.append(
+                cluster_pb2.PoolStatus(
+                    role=proto_role,
+                    ready=len(self._router.pool.placeable(role)),
+                    workers=[
+                        cluster_pb2.WorkerStatus(
+                            worker_id=view.worker_id,
+                            role=proto_role,
+                            phase=view.phase
+                            if view.state is ViewState.READY
+                            else common_pb2.WORKER_PHASE_DEAD,
+                            address=view.endpoint.address,
+                            pid=view.identity.pid if view.identity else 0,
+                            host=view.identity.host if view.identity else "",
+                            load=view.load,
+                        )
+                        for view in views
+                    ],
+                    message="the controller does not answer: this is the router's own view, "
+                    "without targets",
+                )
+            )
+        return pools
+
+
+def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
+    """The sizes asked for.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming field, value and limit.
+    """
+    if not request.targets:
+        raise invalid("targets is empty: name at least one pool and its size")
+    names = {proto_role: role for role, proto_role in ROLES.items()}
+    targets: dict[Role, int] = {}
+    for index, item in enumerate(request.targets):
+        role = names.get(item.role)
+        if role is None:
+            raise invalid(
+                f"targets[{index}].role is {item.role}; "
+                f"it must be {' or '.join(f'{r} ({number})' for number, r in names.items())}"
+            )
+        if role in targets:
+            raise invalid(f"targets[{index}].role is {role} again; name each pool once")
+        if not item.HasField("target"):
+            raise invalid(f"targets[{index}].target is not set for the {role} pool")
+        if not 0 <= item.target <= MAX_POOL_SIZE:
+            raise invalid(
+                f"targets[{index}].target is {item.target} for the {role} pool; "
+                f"it must be from 0 to {MAX_POOL_SIZE}"
+            )
+        targets[role] = item.target
+    return targets

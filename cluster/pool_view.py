@@ -1,0 +1,264 @@
+"""PoolView: the router's view of both pools: who is there, who fits together, who fell silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+
+from legato.cluster.request import ModelLimits
+from legato.cluster.worker_calls import own_cancellation
+from legato.cluster.worker_view import ViewState, WorkerView
+from legato.protos import common_pb2, worker_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
+
+PROTOCOL_VERSION = 1  # of worker.proto and kv_transfer.proto; workers say theirs
+IDENTITY_TIMEOUT_S = 5.0
+RETRY_S = 0.25
+# So many different requests in a row failed on a worker that still reports: it is broken.
+FAILED_REQUESTS_LIMIT = 3
+ROLES: dict[Role, common_pb2.WorkerRole.ValueType] = {
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+
+log = logging.getLogger(__name__)
+
+
+class IdentityMismatchError(Exception):
+    """A worker that may not serve together with the others; the message names the field."""
+
+
+def check_identity(
+    endpoint: WorkerEndpoint,
+    identity: worker_pb2.WorkerIdentity,
+    reference: worker_pb2.WorkerIdentity | None,
+) -> None:
+    """Refuses a worker whose KV or tokens another could not use; block sizes may differ.
+
+    Raises:
+        IdentityMismatchError: naming the field, its value and the one expected.
+    """
+    layout = identity.kv_layout
+    found = {"worker_id": identity.worker_id, "role": identity.role}
+    expected = {"worker_id": endpoint.worker_id, "role": ROLES[endpoint.role]}
+    found["protocol_version"] = identity.protocol_version
+    expected["protocol_version"] = PROTOCOL_VERSION
+    if reference is not None:
+        for name in ("model_fingerprint", "dtype", "vocab_size"):
+            found[name] = getattr(identity, name)
+            expected[name] = getattr(reference, name)
+        for name in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
+            found[f"kv_layout.{name}"] = getattr(layout, name)
+            expected[f"kv_layout.{name}"] = getattr(reference.kv_layout, name)
+    for name, value in found.items():
+        if value != expected[name]:
+            raise IdentityMismatchError(
+                f"worker {endpoint.worker_id} at {endpoint.address}: {name} is {value!r}, "
+                f"expected {expected[name]!r}"
+            )
+    if identity.total_blocks < 1 or layout.block_size < 1:
+        raise IdentityMismatchError(
+            f"worker {endpoint.worker_id} at {endpoint.address}: total_blocks is "
+            f"{identity.total_blocks} and kv_layout.block_size is {layout.block_size}; "
+            f"both must be at least 1"
+        )
+
+
+class PoolView:
+    """Keeps one WorkerView for each endpoint of the controller's snapshot, and watches it."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        *,
+        worker_silence_s: float,
+        on_change: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._control = control
+        self._silence_s = worker_silence_s
+        self._on_change = on_change
+        self._now = now
+        self._views: dict[str, WorkerView] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+        self._last_tick_at = now()
+        self.reference: worker_pb2.WorkerIdentity | None = None
+        self.empty_since: dict[Role, float | None] = dict.fromkeys(ROLES, now())
+        self.ever_ready = False
+        self._limits: ModelLimits | None = None
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
+        """Takes the controller's full snapshot; returns at once, connecting goes on behind."""
+        wanted = {endpoint.worker_id: endpoint for endpoint in workers}
+        for worker_id in self._views.keys() - wanted.keys():
+            self._watches.pop(worker_id).cancel()
+            self._chore(self._views.pop(worker_id).close("it left the pool"))
+        for worker_id, endpoint in wanted.items():
+            if worker_id in self._views:
+                self._views[worker_id].endpoint = endpoint
+            else:
+                view = self._views[worker_id] = WorkerView(endpoint)
+                self._watches[worker_id] = asyncio.create_task(self._watch(view))
+        self.changed()
+
+    def placeable(self, role: Role) -> list[WorkerView]:
+        """Workers of the role that take new work."""
+        return [v for v in self._views.values() if v.endpoint.role == role and v.placeable]
+
+    def view(self, worker_id: str) -> WorkerView | None:
+        """The worker, if it is in the snapshot."""
+        return self._views.get(worker_id)
+
+    def views(self) -> list[WorkerView]:
+        """All workers of the snapshot."""
+        return list(self._views.values())
+
+    @property
+    def ready(self) -> bool:
+        """True while a prefill and a decode worker take work."""
+        return all(since is None for since in self.empty_since.values())
+
+    def limits(self) -> ModelLimits | None:
+        """Of the largest workers now, else as last known; None before the first was ready."""
+        views = [v for v in self._views.values() if v.state is ViewState.READY]
+        identities = [v.identity for v in views if v.identity is not None]
+        capacity = {
+            role: max((v.capacity_tokens for v in views if v.endpoint.role == role), default=0)
+            for role in ROLES
+        }
+        if all(capacity.values()):
+            self._limits = ModelLimits(
+                context_length=min(identity.context_length for identity in identities),
+                vocab_size=identities[0].vocab_size,
+                prefill_kv_tokens=capacity["prefill"],
+                decode_kv_tokens=capacity["decode"],
+            )
+        return self._limits
+
+    def changed(self) -> None:
+        """Something that placement or health may depend on is different now."""
+        for role in ROLES:
+            if self.placeable(role):
+                self.empty_since[role] = None
+            elif self.empty_since[role] is None:
+                self.empty_since[role] = self._now()
+        self.ever_ready = self.ever_ready or self.ready
+        self._on_change()
+
+    # --- who is lost --------------------------------------------------------------------------
+
+    def lose(self, view: WorkerView, reason: str) -> None:
+        """The worker hangs or is dead: its calls end, the controller is told, once."""
+        if view.lose(reason):
+            log.warning("worker %s lost: %s", view.worker_id, reason)
+            self._chore(self._control.report_lost(view.worker_id, reason))
+            self.changed()
+
+    def note_failure(self, view: WorkerView, request_id: str, reason: str) -> None:
+        """A call failed on a worker that may still be well: avoid it until its next report."""
+        view.full = True
+        view.failed_requests.add(request_id)
+        if len(view.failed_requests) >= FAILED_REQUESTS_LIMIT:
+            view.failed_requests.clear()
+            self.lose(view, f"{FAILED_REQUESTS_LIMIT} requests in a row failed; last: {reason}")
+
+    def check_silence(self) -> None:
+        """Loses every worker that has not reported for too long. Called at least each 0.25 s.
+
+        Where our own loop was held up, the reports may lie unread: that is no worker's silence.
+        """
+        now = self._now()
+        held_up_s = max(0.0, now - self._last_tick_at - self._silence_s / 4)
+        self._last_tick_at = now
+        for view in self.views():
+            view.last_report_at = min(now, view.last_report_at + held_up_s)
+            silent_s = now - view.last_report_at
+            if view.state is ViewState.READY and silent_s > self._silence_s:
+                self.lose(view, f"no report for {silent_s:.1f} s (limit {self._silence_s:g} s)")
+
+    async def close(self) -> None:
+        """Ends every watch and channel; waits for reports to the controller, bounded."""
+        watches = list(self._watches.values())
+        self.set_workers(())
+        await asyncio.gather(*watches, return_exceptions=True)
+        if self._chores:
+            await asyncio.wait(self._chores, timeout=2.0)
+
+    # --- watching one worker ------------------------------------------------------------------
+
+    async def _watch(self, view: WorkerView) -> None:
+        """Learns who the worker is, then follows its reports; connects again for as long as it is
+        in the snapshot.
+        """
+        failing_since: float | None = None
+        while True:
+            try:
+                if view.identity is None:
+                    await self._identify(view)
+                async for report in view.control.WatchLoad(worker_pb2.WatchLoadRequest()):
+                    failing_since = None
+                    self._accept(view, report)
+                reason = "its load reports ended"
+            except grpc.aio.AioRpcError as error:
+                reason = f"its load reports broke: {error.code().name} {error.details()}"
+            except asyncio.CancelledError:
+                if own_cancellation():
+                    raise
+                reason = "its load reports were cancelled"
+            except IdentityMismatchError as error:
+                log.error("refused: %s", error)
+                await view.close(str(error))
+                await self._report(view, str(error))
+                return
+            if view.state is ViewState.READY:
+                self.lose(view, reason)
+            now = self._now()
+            failing_since = failing_since if failing_since is not None else now
+            if view.state is ViewState.CONNECTING and now - failing_since > IDENTITY_TIMEOUT_S:
+                failing_since = now
+                await self._report(view, f"cannot connect to {view.endpoint.address}: {reason}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _identify(self, view: WorkerView) -> None:
+        identity = await view.control.GetIdentity(
+            worker_pb2.GetIdentityRequest(), timeout=IDENTITY_TIMEOUT_S
+        )
+        check_identity(view.endpoint, identity, self.reference)
+        if self.reference is None:
+            self.reference = identity
+        view.identity = identity
+
+    def _accept(self, view: WorkerView, report: worker_pb2.WorkerReport) -> None:
+        if view.accept_report(report, self._now()):
+            log.info(
+                "worker %s: %s", view.worker_id, common_pb2.WorkerPhase.Name(report.phase).lower()
+            )
+        if report.phase == common_pb2.WORKER_PHASE_DEAD:
+            self.lose(view, "it reports that its engine is dead")
+        self.changed()
+
+    async def _report(self, view: WorkerView, reason: str) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._control.report_lost(view.worker_id, reason), 5.0)
+
+    def _chore(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a chore of the pool view failed", exc_info=task.exception())

@@ -1,0 +1,65 @@
+"""PhaseClock: where one request's time went, in phases that follow each other without a gap."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from legato.protos import generation_pb2
+
+
+class Phase(Enum):
+    """The six phases of `Timings`, in the order of a request that is never moved."""
+
+    QUEUE = "queue_s"
+    TICKET = "ticket_s"
+    PREFILL = "prefill_s"
+    HANDOFF = "handoff_s"
+    DECODE = "decode_s"
+    DELIVERY = "delivery_s"
+
+
+class PhaseClock:
+    """A request is in exactly one phase at any moment; a phase may be entered again.
+
+    `now` is a monotonic clock in seconds. The first phase is QUEUE, from construction.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._started = self._entered = now()
+        self._phase = Phase.QUEUE
+        self._spent_s = dict.fromkeys(Phase, 0.0)
+        self._ttft_s: float | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that runs."""
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """Ends the running phase and begins `phase` at the same instant."""
+        now = self._now()
+        self._spent_s[self._phase] += now - self._entered
+        self._phase, self._entered = phase, now
+
+    def mark_first_token(self) -> None:
+        """The first token is being handed to gRPC; later calls change nothing."""
+        if self._ttft_s is None:
+            self._ttft_s = self._now() - self._started
+
+    def write_to(self, timings: generation_pb2.Timings) -> None:
+        """Closes the running phase and fills phases, total and TTFT.
+
+        The total is the sum of the six values as written, so that they agree to the last bit.
+        """
+        self.enter(self._phase)
+        total_s = 0.0
+        for phase, spent_s in self._spent_s.items():
+            setattr(timings, phase.value, spent_s)
+            total_s += spent_s
+        timings.total_s = total_s
+        timings.ttft_s = self._ttft_s if self._ttft_s is not None else 0.0

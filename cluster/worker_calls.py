@@ -1,0 +1,180 @@
+"""PrefillCall, DecodeCall: one attempt's calls to its workers, and what their errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from legato.cluster.errors import RequestError
+from legato.protos import worker_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from legato.cluster.worker_view import WorkerView
+
+T = TypeVar("T")
+
+
+class AttemptEndedError(Exception):
+    """The attempt cannot go on, the request can: on other workers or later."""
+
+    def __init__(self, view: WorkerView, reason: str) -> None:
+        super().__init__(f"{view.endpoint.role} worker {view.worker_id}: {reason}")
+        self.view = view
+
+
+class NoRoomError(AttemptEndedError):
+    """The worker has no room now: nothing is lost, the request waits again."""
+
+
+class RefusedError(AttemptEndedError):
+    """The worker does not take the request: it drains, or is too small."""
+
+
+class WorkerFailedError(AttemptEndedError):
+    """The worker is lost, or failed at this request."""
+
+
+class WorkerFaultError(Exception):
+    """A worker broke the protocol, or says that the router did: a bug, never retried."""
+
+
+_FAILED = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,
+}
+
+
+def _meaning(view: WorkerView, code: grpc.StatusCode, details: str | None) -> Exception:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return NoRoomError(view, details or code.name)
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return RefusedError(view, details or code.name)
+    if code in _FAILED:
+        return WorkerFailedError(view, f"{code.name} {details}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestError(code, "the request's deadline passed while a worker served it")
+    return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {details}")
+
+
+def own_cancellation() -> bool:
+    """Whether a CancelledError means this task, and not the gRPC call that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class _Call:
+    """A call that ends when its worker is lost, and says so."""
+
+    def __init__(self, view: WorkerView, call: grpc.aio.Call) -> None:
+        self.view = view
+        self._base = call
+        view.calls.add(call)
+
+    def close(self) -> None:
+        """Cancels the call unless it is over: the worker frees what it holds. Idempotent."""
+        self.view.calls.discard(self._base)
+        self._base.cancel()
+
+    async def _guard(self, step: Awaitable[T]) -> T:
+        """Awaits one read or write; turns what may go wrong into the exceptions above."""
+        try:
+            return await step
+        except grpc.aio.AioRpcError as error:
+            raise _meaning(self.view, error.code(), error.details()) from None
+        except asyncio.InvalidStateError:  # a write after the worker ended the call
+            code, details = await self._base.code(), await self._base.details()
+            raise _meaning(self.view, code, details) from None
+        except asyncio.CancelledError:
+            if own_cancellation():
+                raise
+            # The view lost its worker and cancelled the call, or the worker's server did.
+            reason = self.view.lost_reason or "the worker cancelled the call"
+            raise WorkerFailedError(self.view, reason) from None
+
+
+class PrefillCall(_Call):
+    """The prompt's way through a prefill worker."""
+
+    def __init__(
+        self, view: WorkerView, request: worker_pb2.PrefillRequest, timeout_s: float
+    ) -> None:
+        self._call = view.prefill.Prefill(request, timeout=timeout_s)
+        super().__init__(view, self._call)
+
+    async def first_token(self) -> worker_pb2.FirstToken:
+        """Waits for the prompt's turn and its forward pass."""
+        event = await self._next("first_token")
+        return event.first_token
+
+    async def handoff(self, decode: WorkerView) -> worker_pb2.HandoffDone:
+        """Waits until `decode` has the KV.
+
+        Raises:
+            WorkerFailedError: the hand-off failed; names the side whose fault it was.
+        """
+        event = await self._next("handoff_done", "handoff_failed")
+        if event.HasField("handoff_failed"):
+            blamed = decode if event.handoff_failed.decode_lost else self.view
+            raise WorkerFailedError(blamed, f"hand-off failed: {event.handoff_failed.reason}")
+        return event.handoff_done
+
+    async def _next(self, *expected: str) -> worker_pb2.PrefillEvent:
+        event = await self._guard(self._call.read())
+        if not isinstance(event, worker_pb2.PrefillEvent):
+            raise WorkerFailedError(self.view, f"its stream ended before {expected[0]}")
+        if event.WhichOneof("event") not in expected:
+            raise WorkerFaultError(
+                f"worker {self.view.worker_id} sent {event.WhichOneof('event')}, "
+                f"expected {' or '.join(expected)}"
+            )
+        return event
+
+
+class DecodeCall(_Call):
+    """The whole life of one attempt on a decode worker: credit, KV, tokens."""
+
+    def __init__(self, view: WorkerView, timeout_s: float) -> None:
+        self._call = view.decode.Decode(timeout=timeout_s)
+        super().__init__(view, self._call)
+
+    async def reserve(self, reserve: worker_pb2.Reserve) -> worker_pb2.KvTicket:
+        """Takes a credit of KV blocks.
+
+        Raises:
+            NoRoomError: not free now.
+            RefusedError: can never fit, or draining.
+            WorkerFailedError: lost.
+        """
+        await self._guard(self._call.write(worker_pb2.DecodeCommand(reserve=reserve)))
+        return (await self._next("ticket")).ticket
+
+    async def start(self, start: worker_pb2.Start) -> None:
+        """Sends what the sequence is, now that its first token is known."""
+        await self._guard(self._call.write(worker_pb2.DecodeCommand(start=start)))
+
+    async def joined(self) -> None:
+        """Waits until the sequence is in the batch."""
+        await self._next("joined")
+
+    async def tokens(self) -> worker_pb2.Tokens:
+        """The tokens of one step or more."""
+        return (await self._next("tokens")).tokens
+
+    async def _next(self, expected: str) -> worker_pb2.DecodeEvent:
+        event = await self._guard(self._call.read())
+        if not isinstance(event, worker_pb2.DecodeEvent):
+            raise WorkerFailedError(self.view, f"its stream ended before {expected}")
+        if event.WhichOneof("event") != expected:
+            raise WorkerFaultError(
+                f"worker {self.view.worker_id} sent {event.WhichOneof('event')}, "
+                f"expected {expected}"
+            )
+        return event

@@ -1,0 +1,164 @@
+"""WorkerView: what the router knows of one worker, and what it has given out of it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import grpc
+
+from legato.cluster.policies import WorkerSnapshot
+from legato.protos import common_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from legato.cluster.control_plane import WorkerEndpoint
+    from legato.protos import worker_pb2
+
+# A stopped process or a cut cable is noticed within keepalive time + timeout.
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A view is one process: its connection is never shared with another at the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class ViewState(Enum):
+    """How far the router trusts a worker."""
+
+    CONNECTING = "connecting"  # identity or first report still to come
+    READY = "ready"
+    LOST = "lost"  # hung, broken or dead; a fresh report makes it READY again
+    CLOSED = "closed"  # no longer in the controller's snapshot, or refused
+
+
+class PrefillShare:
+    """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed."""
+
+    def __init__(self, view: WorkerView, num_tokens: int) -> None:
+        self._view = view
+        self._tokens = num_tokens
+        self._blocks = view.snapshot().blocks_for(num_tokens)
+        view.used_blocks += self._blocks
+        view.backlog_tokens += num_tokens
+
+    def computed(self) -> None:
+        """The first token came: the prompt waits no more. Idempotent."""
+        self._view.backlog_tokens -= self._tokens
+        self._tokens = 0
+
+    def release(self) -> None:
+        """The worker holds nothing of the attempt any more. Idempotent."""
+        self.computed()
+        self._view.used_blocks -= self._blocks
+        self._blocks = 0
+
+
+class DecodeShare:
+    """One attempt's part of a decode worker: the blocks of its ticket."""
+
+    def __init__(self, view: WorkerView, num_tokens: int) -> None:
+        self._view = view
+        self._blocks = view.snapshot().blocks_for(num_tokens)
+        view.used_blocks += self._blocks
+
+    def release(self) -> None:
+        """The worker holds nothing of the attempt any more. Idempotent."""
+        self._view.used_blocks -= self._blocks
+        self._blocks = 0
+
+
+class WorkerView:
+    """One worker process. Loses the router's trust at the first sign; wins it back by reporting.
+
+    The router is the only one who gives work to its workers, so `total - used` is the free room
+    as soon as a ticket is out or back, which a report would say up to 50 ms later. The worker's
+    own answer is the truth: after a refusal it counts as full until its next report.
+    """
+
+    def __init__(self, endpoint: WorkerEndpoint) -> None:
+        self.endpoint = endpoint
+        self.channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
+        self.prefill = worker_pb2_grpc.PrefillWorkerStub(self.channel)
+        self.decode = worker_pb2_grpc.DecodeWorkerStub(self.channel)
+        self.control = worker_pb2_grpc.WorkerControlStub(self.channel)
+        self.state = ViewState.CONNECTING
+        self.identity: worker_pb2.WorkerIdentity | None = None
+        self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_STARTING
+        self.load: common_pb2.WorkerLoad | None = None
+        self.last_report_at = 0.0
+        self.lost_reason = ""
+        self.used_blocks = 0
+        self.backlog_tokens = 0
+        self.full = False
+        self.calls: set[grpc.aio.Call] = set()
+        # Requests that failed here since one last succeeded: different ones blame the worker.
+        self.failed_requests: set[str] = set()
+
+    @property
+    def worker_id(self) -> str:
+        """Unique for ever."""
+        return self.endpoint.worker_id
+
+    @property
+    def placeable(self) -> bool:
+        """True where new work may go."""
+        return (
+            self.state is ViewState.READY
+            and not self.endpoint.draining
+            and self.phase == common_pb2.WORKER_PHASE_READY
+        )
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Rows of KV of the whole worker; 0 before its identity is known."""
+        if self.identity is None:
+            return 0
+        return self.identity.total_blocks * self.identity.kv_layout.block_size
+
+    def snapshot(self) -> WorkerSnapshot:
+        """For the policies. The identity must be known."""
+        assert self.identity is not None, "a worker is placed on only after it said who it is"
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            block_size=self.identity.kv_layout.block_size,
+            total_blocks=self.identity.total_blocks,
+            free_blocks=self.identity.total_blocks - self.used_blocks,
+            backlog_tokens=self.backlog_tokens,
+            full=self.full,
+        )
+
+    def accept_report(self, report: worker_pb2.WorkerReport, now: float) -> bool:
+        """Takes a load report; True where the state or the phase changed by it."""
+        before = (self.state, self.phase)
+        self.phase, self.load = report.phase, report.load
+        self.last_report_at = now
+        self.full = False
+        if self.state is not ViewState.CLOSED:
+            self.state = ViewState.READY
+        return before != (self.state, self.phase)
+
+    def lose(self, reason: str) -> bool:
+        """Ends all calls to the worker; True where it was trusted until now."""
+        if self.state not in (ViewState.READY, ViewState.CONNECTING):
+            return False
+        was_ready = self.state is ViewState.READY
+        self.state = ViewState.LOST
+        self._end_calls(reason)
+        return was_ready
+
+    async def close(self, reason: str) -> None:
+        """The worker is gone for good."""
+        self.state = ViewState.CLOSED
+        self._end_calls(reason)
+        await self.channel.close()
+
+    def _end_calls(self, reason: str) -> None:
+        self.lost_reason = reason
+        for call in tuple(self.calls):
+            call.cancel()

@@ -1,0 +1,223 @@
+"""Service: a router over fake workers in one process, with the text side faked too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fake_worker import FakeWorker, scripted_token
+
+from legato.cluster.client import AsyncClient
+from legato.cluster.config import RouterOptions
+from legato.cluster.errors import invalid
+from legato.cluster.request import ModelLimits, RequestSpec
+from legato.cluster.router import Router
+from legato.protos import cluster_pb2, common_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from legato.cluster.control_plane import Role
+
+
+class FakeText:
+    """One character a token."""
+
+    name = "fake"
+    eos_token_ids = (257,)
+    has_chat_template = False
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+@dataclass(frozen=True)
+class FakeDelta:
+    text: str
+    num_tokens_consumed: int
+    stop: str | None
+
+
+class FakeAnswerText:
+    """Stop strings over one-character tokens; holds back what may become one."""
+
+    def __init__(self, text: Any, stop: Sequence[str], min_tokens: int) -> None:  # noqa: ANN401
+        self._stop, self._held = stop, ""
+
+    def push(self, token_ids: Sequence[int]) -> FakeDelta:
+        out = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            self._held += chr(token_id)
+            for stop in self._stop:
+                if self._held.endswith(stop):
+                    return FakeDelta(out + self._held[: -len(stop)], count, stop)
+            while self._held and not any(s.startswith(self._held) for s in self._stop):
+                out, self._held = out + self._held[0], self._held[1:]
+        return FakeDelta(out, len(token_ids), None)
+
+    def finish(self) -> str:
+        out, self._held = self._held, ""
+        return out
+
+
+def fake_parse(
+    request: generation_pb2.GenerateRequest,
+    text: Any,  # noqa: ANN401
+    limits: ModelLimits,
+) -> RequestSpec:
+    prompt = tuple(request.token_ids.ids) or tuple(request.text.encode())
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
+    if len(prompt) + sampling.max_tokens - 1 > limits.decode_kv_tokens and sampling.max_tokens > 1:
+        raise invalid("prompt + max_tokens - 1 is more than the largest decode worker holds")
+    return RequestSpec(
+        request_id=request.request_id or f"made-{time.monotonic_ns()}",
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        stop=tuple(sampling.stop),
+        eos_token_ids=text.eos_token_ids,
+        batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
+    )
+
+
+class FakeControl:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[str, str]] = []
+        self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
+        self.shutdowns: list[float] = []
+        self.pools_delay_s = 0.0
+        self.told: list[cluster_pb2.PoolStatus] = []
+
+    async def pools(self) -> list[cluster_pb2.PoolStatus]:
+        await asyncio.sleep(self.pools_delay_s)
+        return self.told
+
+    async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        self.targets.update(targets)
+        return self.targets
+
+    async def shutdown(self, drain_timeout_s: float) -> None:
+        self.shutdowns.append(drain_timeout_s)
+
+    async def report_lost(self, worker_id: str, reason: str) -> None:
+        self.lost.append((worker_id, reason))
+
+
+class Service:
+    """Use as an async context manager; `await settle()` proves that nothing is held."""
+
+    def __init__(
+        self,
+        prefills: Sequence[FakeWorker],
+        decodes: Sequence[FakeWorker],
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self.prefills, self.decodes = list(prefills), list(decodes)
+        self.control = FakeControl()
+        self.options = RouterOptions(port=0, **options)
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefills, *self.decodes]
+
+    async def __aenter__(self) -> Service:
+        self.router = Router(
+            self.options,
+            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
+            self.control,
+            model_name="fake-model",
+            version="0",
+            owner_pid=7,
+            owner_host="here",
+            parse=fake_parse,
+            new_answer=FakeAnswerText,
+        )
+        self.address = await self.router.start()
+        self.client = AsyncClient(self.address)
+        self.endpoints = [await worker.start() for worker in self.workers]
+        await self.router.set_workers(self.endpoints)
+        if self.prefills and self.decodes:
+            await self.client.wait_ready(5)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.resume()
+            worker.faults.hold_handoff = False
+        await self.client.close()
+        await self.router.stop()
+        await asyncio.gather(*(worker.die() for worker in self.workers))
+
+    async def settle(self) -> None:
+        """Within a bound nobody holds anything: neither the workers nor the router's own books."""
+        await until(
+            lambda: (
+                all(w.used_blocks == 0 and w.open_calls == 0 for w in self.workers)
+                and self.router.num_in_flight == 0
+                and self.router.admission.num_queued == 0
+                and all(
+                    v.used_blocks == 0 and v.backlog_tokens == 0 and not v.calls
+                    for v in self.router.pool.views()
+                )
+            )
+        )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Result:
+    token_ids: list[int]
+    text: str
+    finish: generation_pb2.Finish
+
+
+def ask(
+    prompt: str,
+    max_tokens: int,
+    *,
+    request_id: str = "",
+    batch: bool = False,
+    **sampling: Any,  # noqa: ANN401
+) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(
+        request_id=request_id,
+        text=prompt,
+        priority=common_pb2.PRIORITY_BATCH if batch else common_pb2.PRIORITY_INTERACTIVE,
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, seed=3, **sampling),
+    )
+
+
+def expected(prompt: str, num_tokens: int) -> list[int]:
+    return [scripted_token(list(prompt.encode()), index) for index in range(num_tokens)]
+
+
+async def collect(
+    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
+) -> Result:
+    """Reads one answer to its end; checks that the offsets have no gap."""
+    token_ids: list[int] = []
+    text = ""
+    finish: generation_pb2.Finish | None = None
+    async for response in service.client.generate(request, timeout_s=timeout_s):
+        assert finish is None, "nothing comes after the finish"
+        assert response.request_id
+        if response.HasField("delta"):
+            assert response.delta.token_offset == len(token_ids)
+            token_ids += response.delta.token_ids
+            text += response.delta.text
+        else:
+            finish = response.finish
+    assert finish is not None, "the stream ends with a finish"
+    assert finish.usage.completion_tokens == len(token_ids)
+    assert finish.usage.prompt_tokens == len(request.text)
+    return Result(token_ids, text, finish)
