@@ -99,7 +99,9 @@ def _add_config_tokens(
 ) -> frozenset[int]:
     """Adds what only tokenizer_config.json lists; returns the ids of all control tokens."""
     path = folder / "tokenizer_config.json"
-    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special = {
+        index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    }
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
         raise ValueError(f"{path}: added_tokens_decoder must be an object")

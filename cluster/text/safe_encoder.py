@@ -1,4 +1,4 @@
-"""SafeEncoder: text to ids, where a control string becomes a control token only if it is genuine."""
+"""SafeEncoder: text to ids, where only genuine control strings become control tokens."""
 
 from __future__ import annotations
 
@@ -60,9 +60,12 @@ class SafeEncoder:
             for token_id, token in tokens.items()
         }
         self._break_id = tokenizer.token_to_id(self._break)
-        self._control = _any_of(self._alias, words={t.content for t in tokens.values() if t.single_word})
-        self._starts = {text[:size] for text in self._alias for size in range(1, len(text))}
-        self._ends = {text[size:] for text in self._alias for size in range(1, len(text))}
+        words = {token.content for token in tokens.values() if token.single_word}
+        self._control = _any_of(self._alias, words)
+        # Matches nothing but the place, so that strings that overlap are all found.
+        self._control_start = _any_of(self._alias, ahead=True)
+        self._heads = {text[:size] for text in self._alias for size in range(1, len(text))}
+        self._tails = {text[size:] for text in self._alias for size in range(1, len(text))}
         self._longest = max(map(len, self._alias), default=0)
         # Some tokenizers build a control token from its plain characters all the same.
         self._unsafe = _any_of([text for text in self._alias if not self._is_plain(text, tokens)])
@@ -73,7 +76,7 @@ class SafeEncoder:
 
     def encode_rendered(self, text: str, marker: str) -> list[int]:
         """A rendered template: control strings are genuine unless `disarm` marked them."""
-        return self._encode(self._arm(text).replace(marker, ""))
+        return self._encode(self._arm(text, marker).replace(marker, ""))
 
     def marker_for(self, texts: Iterable[str]) -> str:
         """A single character that stands in none of the texts."""
@@ -87,30 +90,34 @@ class SafeEncoder:
     def disarm(self, content: str, marker: str) -> str:
         """Marks control strings in a message, and what the text around it could complete to one.
 
-        The mark stands inside the string, so that a template may still trim the content.
+        The mark stands behind a string's first character (before its last one, where the string
+        began before the content), so that a template may still trim the content.
         """
-        content = self._control_anywhere(content, marker)
+        marks: set[int] = set()
+        if self._control_start is not None:
+            marks.update(found.start() + 1 for found in self._control_start.finditer(content))
         trimmed = content.strip()
-        start, end = content.find(trimmed), content.find(trimmed) + len(trimmed)
-        for size in range(min(self._longest - 1, len(trimmed)), 0, -1):
-            if trimmed[-size:] in self._starts:
-                trimmed = trimmed[: len(trimmed) - size + 1] + marker + trimmed[len(trimmed) - size + 1 :]
-                break
-        for size in range(min(self._longest - 1, len(trimmed)), 0, -1):
-            if trimmed[:size] in self._ends:
-                trimmed = trimmed[: size - 1] + marker + trimmed[size - 1 :]
-                break
-        return content[:start] + trimmed + content[end:]
+        start = len(content) - len(content.lstrip())
+        end = start + len(trimmed)
+        for size in range(1, min(self._longest, len(trimmed) + 1)):
+            if trimmed[-size:] in self._heads:
+                marks.add(end - size + 1)
+            if trimmed[:size] in self._tails:
+                marks.add(start + size - 1)
+        pieces: list[str] = []
+        last = 0
+        for mark in sorted(marks):
+            pieces += (content[last:mark], marker)
+            last = mark
+        return "".join([*pieces, content[last:]])
 
-    def _control_anywhere(self, content: str, marker: str) -> str:
-        if self._control is None:
-            return content
-        return self._control.sub(lambda found: found[0][0] + marker + found[0][1:], content)
+    def _arm(self, text: str, marker: str = "") -> str:
+        def alias(found: re.Match[str]) -> str:
+            # A control string of one character has no inside: its mark follows it.
+            marked = marker and len(found[0]) == 1 and text[found.end() :][:1] == marker
+            return found[0] if marked else self._alias[found[0]]
 
-    def _arm(self, text: str) -> str:
-        if self._control is None:
-            return text
-        return self._control.sub(lambda found: self._alias[found[0]], text)
+        return text if self._control is None else self._control.sub(alias, text)
 
     def _encode(self, text: str) -> list[int]:
         if self._unsafe is not None:
@@ -136,15 +143,16 @@ class SafeEncoder:
                 raise ValueError(f"tokenizer.json: ids up to {last_id} for {before} tokens")
 
 
-def _any_of(texts: Iterable[str], words: Iterable[str] = ()) -> re.Pattern[str] | None:
+def _any_of(
+    texts: Iterable[str], words: Iterable[str] = (), *, ahead: bool = False
+) -> re.Pattern[str] | None:
     """Finds any of the texts, the longest first; `words` only between non-word characters."""
     whole = set(words)
     longest_first = sorted(texts, key=len, reverse=True)
     if not longest_first:
         return None
-    return re.compile(
-        "|".join(
-            rf"(?<!\w){re.escape(text)}(?!\w)" if text in whole else re.escape(text)
-            for text in longest_first
-        )
+    either = "|".join(
+        rf"(?<!\w){re.escape(text)}(?!\w)" if text in whole else re.escape(text)
+        for text in longest_first
     )
+    return re.compile(f"(?={either})" if ahead else either)
