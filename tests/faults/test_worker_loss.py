@@ -90,7 +90,7 @@ async def test_the_last_decode_worker_lost_ends_requests_in_time(folder: Path) -
         call = service.generation.Generate(
             request("last of its kind", max_tokens=400, ignore_eos=True), timeout=6
         )
-        await call.read()
+        await anext(aiter(call))
         victim = next(worker for worker in service.workers if worker.role == "decode")
         started = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
