@@ -17,7 +17,14 @@ from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
 from legato.cluster.text.model_text import ModelText
-from legato.protos import cluster_pb2, common_pb2, generation_pb2, generation_pb2_grpc
+from legato.protos import (
+    cluster_pb2,
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from legato.protos import cluster_pb2_grpc as cluster_grpc
 
 if TYPE_CHECKING:
@@ -179,9 +186,17 @@ class LocalService:
         return await self.cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)
 
     async def loads(self) -> list[tuple[int, common_pb2.WorkerLoad]]:
-        """(role, load) of every worker that the router knows."""
-        status = await self.status()
-        return [(w.role, w.load) for pool in status.pools for w in pool.workers]
+        """(role, load) of every worker, asked of the workers themselves, as it is now."""
+        return list(await asyncio.gather(*(self._load(worker) for worker in self.workers)))
+
+    async def _load(self, worker: LocalWorker) -> tuple[int, common_pb2.WorkerLoad]:
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            watch = worker_pb2_grpc.WorkerControlStub(channel).WatchLoad(
+                worker_pb2.WatchLoadRequest(), timeout=10
+            )
+            report = await watch.read()
+            watch.cancel()
+        return ROLES[worker.role], report.load
 
     async def wait_idle(self, timeout_s: float = 10.0) -> None:
         """Until no worker holds anything; raises TimeoutError naming what is still held."""

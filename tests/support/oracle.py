@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from demo_model import transformers_from_gguf
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
@@ -17,11 +18,8 @@ if TYPE_CHECKING:
 def load_oracle(path: Path) -> PreTrainedModel:
     """A Hugging Face folder or a GGUF file, in fp32."""
     if path.suffix == ".gguf":
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return transformers_from_gguf(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model.eval()  # type: ignore[no-any-return]  # transformers has no types here
 
 

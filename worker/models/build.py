@@ -77,7 +77,6 @@ class _LlamaReader:
         embedding = self._plain("model.embed_tokens.weight", embedding_shape)
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         final_norm = self._plain("model.norm.weight", (config.hidden_size,))
-        # A tied model's head is its embedding, even where a stale lm_head.weight is in the file.
         head = (
             embedding
             if config.tie_word_embeddings

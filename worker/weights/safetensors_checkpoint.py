@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,7 @@ class SafetensorsCheckpoint:
                 self._handles[file] = safe_open(file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        self._use_a_differing_head()
         self._read: set[str] = set()
         self._fingerprint: str | None = None
 
@@ -103,9 +105,7 @@ class SafetensorsCheckpoint:
 
     def finish(self) -> None:
         """Closes the files; raises CheckpointError naming tensors that were never read."""
-        if self._handles:  # a second call has nothing to compare
-            self._warn_of_stale_head()
-            self._handles.clear()
+        self._handles.clear()
         unread = [
             name
             for name in self._tensors
@@ -115,20 +115,24 @@ class SafetensorsCheckpoint:
             file = self._tensors[min(unread)].file
             raise CheckpointError(f"{file}: the model never read tensor {join_names(unread)}")
 
-    def _warn_of_stale_head(self) -> None:
-        """A tied model's own head is ignored; one that differs is worth a line."""
-        head = self._tensors.get(HEAD)
+    def _use_a_differing_head(self) -> None:
+        """A file may hold a head of its own although the config says that it is tied.
+
+        transformers takes the file's word then: the head is used as it is, with a warning.
+        """
+        head, embedding = self._tensors.get(HEAD), self._tensors[EMBEDDING]
         if head is None or not self.config.tie_word_embeddings:
             return
-        embedding = self._tensors[EMBEDDING]
-        if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or not torch.equal(
-            self._handles[head.file].get_tensor(HEAD),
-            self._handles[embedding.file].get_tensor(EMBEDDING),
+        if (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and torch.equal(
+            self._handles[head.file].get_tensor(head.name),
+            self._handles[embedding.file].get_tensor(embedding.name),
         ):
-            _log.warning(
-                "%s: tensor %s differs from %s and is ignored, because config.json says "
-                "tie_word_embeddings: true; if it is the better one, set that to false",
-                head.file,
-                HEAD,
-                EMBEDDING,
-            )
+            return
+        self.config = replace(self.config, tie_word_embeddings=False)
+        _log.warning(
+            "%s: config.json says tie_word_embeddings: true, but tensor %s differs from %s; "
+            "it is used as the head",
+            head.file,
+            HEAD,
+            EMBEDDING,
+        )
