@@ -34,7 +34,7 @@ class SequenceState(Enum):
         }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # no repr: prompts do not belong into logs
 class Sequence:
     """Owned by the engine thread once submitted.
 

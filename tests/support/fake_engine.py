@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ class FakeModel:
         if self.failure is not None:
             raise self.failure
         starts = batch.query_starts
-        self.steps.append([b - a for a, b in zip(starts, starts[1:], strict=False)])
+        self.steps.append([b - a for a, b in pairwise(starts)])
         rows = self.rows(batch.token_ids, batch.positions)
         for layer in range(self.config.num_layers):
             cache.k[layer][batch.slots] = rows[:, layer, 0].to(cache.shape.dtype)

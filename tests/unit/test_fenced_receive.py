@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -263,6 +265,36 @@ async def test_a_stray_chunk_of_an_old_epoch_leaves_the_new_owner_alone() -> Non
         after = [*worker.server.node.cache.k, *worker.server.node.cache.v]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         await landing.ok(commit(ticket))
+        assert await decoded(new) == MODEL.expected(PROMPT, 16)[1:]
+        await worker.until_idle()
+
+
+async def test_a_chunk_checked_but_not_yet_written_cannot_reach_the_next_owner() -> None:
+    async with running_worker("decode", num_blocks=7) as worker:  # the pool is one request
+        node = worker.server.node
+        old = await reserved(worker, "old")
+        assert old.ticket is not None
+        stream = Stream(worker)
+        await stream.ok(begin(worker, old.ticket))
+        hold = threading.Event()
+        held = node.pager._executor.submit(hold.wait, 20)
+        await stream.call.write(Push(chunk=chunk(old.ticket, 0, 0, 4)))
+        async with asyncio.timeout(20):
+            while node.pager._executor._work_queue.empty():  # noqa: ASYNC110  # it sets no event
+                await asyncio.sleep(0.005)
+        old.close()
+        await worker.until(lambda load: load.held_blocks == 0)
+        new = await reserved(worker, "new")
+        ticket = new.ticket
+        assert ticket is not None
+        landing = Stream(worker)
+        await landing.ok(begin(worker, ticket))
+        assert worker.load().held_blocks == 7  # the same blocks have their next owner
+        hold.set()
+        assert held.result(20)
+        assert (await stream.call.read()).status == Ack.STATUS_REFUSED
+        assert all(not bool(k.any()) for k in node.cache.k)
+        await landing.ok(*(Push(chunk=c) for c in all_chunks(ticket)), commit(ticket))
         assert await decoded(new) == MODEL.expected(PROMPT, 16)[1:]
         await worker.until_idle()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from legato.worker.kv.block_lease import BlockLease
@@ -9,8 +11,10 @@ from legato.worker.kv.block_pool import BlockPool
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.decode import DecodeScheduler
 from legato.worker.scheduling.prefill import PrefillScheduler
-from legato.worker.scheduling.step import Step
 from legato.worker.sequence import FinishReason, Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from legato.worker.scheduling.step import Step
 
 
 def sequence(

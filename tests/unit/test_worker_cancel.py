@@ -279,9 +279,7 @@ async def test_a_failed_engine_ends_every_call_and_the_process(role: str) -> Non
             with pytest.raises(grpc.aio.AioRpcError) as lost:
                 await waiting.decode_call.read()
             assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
-        async with asyncio.timeout(10):
-            while not exits:
-                await asyncio.sleep(0.02)
+        await worker.until(lambda _: bool(exits))
         attempt.close()
         waiting.close()
 
@@ -296,7 +294,5 @@ async def test_a_hanging_engine_is_found_by_the_watchdog() -> None:
             await attempt.first_token()
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "limit" in (failed.value.details() or "")
-        async with asyncio.timeout(10):
-            while not exits:
-                await asyncio.sleep(0.02)
+        await worker.until(lambda _: bool(exits))
         worker.model.go.set()
