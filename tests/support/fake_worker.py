@@ -159,7 +159,7 @@ class FakeWorker(
 
     async def _hand_off(self, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillEvent:
         await self._pause(self.handoff_s)
-        while self.faults.hold_handoff:
+        while self.faults.hold_handoff:  # noqa: ASYNC110  # a plain flag is easier on tests
             await asyncio.sleep(0.005)
         failed = worker_pb2.HandoffFailed
         if self.faults.fail_handoffs > 0:
@@ -266,7 +266,11 @@ class FakeWorker(
             model_fingerprint=self.fingerprint,
             dtype=self.dtype,
             kv_layout=worker_pb2.KvLayout(
-                num_layers=2, num_kv_heads=self.num_kv_heads, head_dim=4, block_size=self.block_size, dtype="f32"
+                num_layers=2,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=4,
+                block_size=self.block_size,
+                dtype="f32",
             ),
             total_blocks=self.total_blocks,
             context_length=512,

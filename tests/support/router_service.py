@@ -45,6 +45,7 @@ class FakeAnswerText:
 
     def __init__(self, text: Any, stop: Sequence[str], min_tokens: int) -> None:  # noqa: ANN401
         self._stop, self._held = stop, ""
+        self.stop: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> FakeDelta:
         out = ""
@@ -52,6 +53,7 @@ class FakeAnswerText:
             self._held += chr(token_id)
             for stop in self._stop:
                 if self._held.endswith(stop):
+                    self.stop = stop
                     return FakeDelta(out + self._held[: -len(stop)], count, stop)
             while self._held and not any(s.startswith(self._held) for s in self._stop):
                 out, self._held = out + self._held[0], self._held[1:]
@@ -155,12 +157,14 @@ class Service:
     async def settle(self) -> None:
         """Within a bound nobody holds anything: neither the workers nor the router's own books."""
         await until(
-            lambda: all(w.used_blocks == 0 and w.open_calls == 0 for w in self.workers)
-            and self.router.num_in_flight == 0
-            and self.router.admission.num_queued == 0
-            and all(
-                v.used_blocks == 0 and v.backlog_tokens == 0 and not v.calls
-                for v in self.router.pool.views()
+            lambda: (
+                all(w.used_blocks == 0 and w.open_calls == 0 for w in self.workers)
+                and self.router.num_in_flight == 0
+                and self.router.admission.num_queued == 0
+                and all(
+                    v.used_blocks == 0 and v.backlog_tokens == 0 and not v.calls
+                    for v in self.router.pool.views()
+                )
             )
         )
 
@@ -180,7 +184,12 @@ class Result:
 
 
 def ask(
-    prompt: str, max_tokens: int, *, request_id: str = "", batch: bool = False, **sampling: Any  # noqa: ANN401
+    prompt: str,
+    max_tokens: int,
+    *,
+    request_id: str = "",
+    batch: bool = False,
+    **sampling: Any,  # noqa: ANN401
 ) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(
         request_id=request_id,
