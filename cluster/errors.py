@@ -32,3 +32,7 @@ def invalid(message: str) -> RequestError:
 def unavailable(message: str) -> RequestError:
     """UNAVAILABLE: `message` names what is missing."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, message)
+
+
+class ServiceError(Exception):
+    """Why a service could not start or go on: one sentence for the person who typed the command."""

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import grpc
+
+from legato.cluster.errors import RequestError, invalid
+from legato.cluster.known_fields import check_known_fields
+from legato.cluster.sampling_rules import (
+    DEFAULT_MAX_TOKENS,
+    check_sampling,
+    check_token_ids,
+    complete_sampling,
+    shown,
+)
+from legato.protos import common_pb2
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from legato.cluster.text.model_text import ModelText
-    from legato.protos import common_pb2, generation_pb2
+    from legato.protos import generation_pb2
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_MESSAGES = 1024
+MAX_N = 128
+_PRIORITIES = ", ".join(common_pb2.Priority.keys())
 
 
 @dataclass(frozen=True)
@@ -47,7 +68,131 @@ def parse_request(
 ) -> RequestSpec:
     """Validates and tokenises. May take long for a long text: run it off the event loop.
 
+    What costs little is checked first, so that a request refused for a number has not been
+    tokenised.
+
     Raises:
         RequestError: the status and a sentence naming field, value and limit.
     """
-    raise NotImplementedError
+    check_known_fields(request)
+    request_id = _request_id(request.request_id)
+    _check_n(request)
+    if request.priority not in common_pb2.Priority.values():
+        raise invalid(f"priority is {request.priority}, limit one of {_PRIORITIES}")
+    check_sampling(request.sampling, limits.vocab_size)
+    prompt = _prompt(request, text, limits)
+    max_tokens = _max_tokens(request.sampling, len(prompt), limits)
+    return RequestSpec(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=complete_sampling(request.sampling, max_tokens),
+        stop=tuple(request.sampling.stop),
+        eos_token_ids=tuple(i for i in text.eos_token_ids if i < limits.vocab_size),
+        batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
+    )
+
+
+def _request_id(asked: str) -> str:
+    if len(asked) > MAX_REQUEST_ID_CHARS:
+        raise invalid(f"request_id has {len(asked)} chars, limit {MAX_REQUEST_ID_CHARS}")
+    if not all(" " <= char <= "~" for char in asked):
+        raise invalid(f"request_id is {shown(asked)}, limit printable ASCII characters")
+    return asked or uuid.uuid4().hex
+
+
+def _check_n(request: generation_pb2.GenerateRequest) -> None:
+    if not request.HasField("n") or request.n == 1:
+        return
+    if not 1 <= request.n <= MAX_N:
+        raise invalid(f"n is {request.n}, limit [1, {MAX_N}]")
+    raise RequestError(
+        grpc.StatusCode.UNIMPLEMENTED,
+        f"n is {request.n}: more than one answer to a prompt is not served in this release; "
+        "send the request n times",
+    )
+
+
+def _prompt(
+    request: generation_pb2.GenerateRequest, text: ModelText, limits: ModelLimits
+) -> Sequence[int]:
+    """Token ids of the prompt, within context and prefill pool."""
+    # Refused before tokenising: no token stands for more characters than this.
+    max_chars = limits.context_length * text.max_chars_per_token
+    match request.WhichOneof("prompt"):
+        case "text":
+            if not request.text:
+                raise invalid("text is empty, limit at least 1 token")
+            _check_chars("text", len(request.text), max_chars, limits)
+            prompt: Sequence[int] = text.encode_text(
+                request.text, parse_special_tokens=request.parse_special_tokens
+            )
+            if not prompt:
+                raise invalid(f"text is {shown(request.text)} and has no token, limit at least 1")
+        case "token_ids":
+            prompt = request.token_ids.ids
+            if not prompt:
+                raise invalid("token_ids is empty, limit at least 1 token")
+            _check_length(len(prompt), limits)
+            check_token_ids("token_ids", prompt, limits.vocab_size)
+        case "messages":
+            messages = request.messages.messages
+            _check_messages(messages, text)
+            _check_chars("messages", sum(len(m.content) for m in messages), max_chars, limits)
+            prompt = text.encode_chat(
+                messages,
+                parse_special_tokens=request.parse_special_tokens,
+                max_chars=max_chars,
+            )
+        case _:
+            raise invalid("prompt is not set, limit exactly one of text, token_ids, messages")
+    _check_length(len(prompt), limits)
+    return prompt
+
+
+def _check_messages(messages: Sequence[generation_pb2.ChatMessage], text: ModelText) -> None:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise invalid(f"messages has {len(messages)} entries, limit [1, {MAX_MESSAGES}]")
+    for index, message in enumerate(messages):
+        if message.role not in text.chat_roles:
+            raise invalid(
+                f"messages[{index}].role is {shown(message.role)}, "
+                f"limit one of {', '.join(text.chat_roles)}"
+            )
+
+
+def _check_chars(field: str, num_chars: int, max_chars: int, limits: ModelLimits) -> None:
+    if num_chars > max_chars:
+        raise invalid(
+            f"{field} has {num_chars} chars, limit {max_chars}: more cannot fit the context of "
+            f"{limits.context_length} tokens"
+        )
+
+
+def _check_length(num_tokens: int, limits: ModelLimits) -> None:
+    if num_tokens >= limits.context_length:
+        raise invalid(
+            f"prompt has {num_tokens} tokens, limit {limits.context_length - 1}: the context is "
+            f"{limits.context_length}, and at least 1 token must be left for the answer"
+        )
+    if num_tokens > limits.prefill_kv_tokens:
+        raise invalid(
+            f"prompt has {num_tokens} tokens, limit {limits.prefill_kv_tokens}: the KV pool of "
+            "the largest prefill worker"
+        )
+
+
+def _max_tokens(asked: common_pb2.SamplingParams, num_prompt: int, limits: ModelLimits) -> int:
+    """What was asked, clamped to the context; unset, also to the decode pool."""
+    room = limits.context_length - num_prompt
+    # The last token's KV is never written, and a single token never leaves prefill.
+    pool_room = limits.decode_kv_tokens - num_prompt + 1
+    if not asked.HasField("max_tokens"):
+        return max(1, min(DEFAULT_MAX_TOKENS, room, pool_room))
+    max_tokens = min(asked.max_tokens, room)
+    if max_tokens > max(1, pool_room):
+        raise invalid(
+            f"prompt of {num_prompt} tokens + max_tokens {max_tokens} - 1 needs "
+            f"{num_prompt + max_tokens - 1} KV tokens, limit {limits.decode_kv_tokens}: the KV "
+            "pool of the largest decode worker"
+        )
+    return max_tokens

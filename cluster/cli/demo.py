@@ -1,0 +1,76 @@
+"""`legato demo`: the whole way of one prompt, started, shown and ended."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from legato.cluster.cli.answer import read_answer
+from legato.cluster.cli.connection import connect
+from legato.cluster.cli.generate import make_request
+from legato.cluster.cli.serve import run_service
+from legato.cluster.cli.timing_table import timing_table
+from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from legato.cluster.cli.progress import TerminalProgress
+    from legato.cluster.owner import Owner
+
+PROMPT = "Explain in three sentences why the sky is blue."
+KV_MEMORY_BYTES = 256 << 20
+ANSWER_TIMEOUT_S = 120.0
+
+
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
+    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 96,
+) -> None:
+    """Start one prefill and one decode worker, ask something, show where the time went, end.
+
+    Example:
+
+        legato demo --prompt "Write a haiku about the sea."
+    """
+    from legato.cluster.demo_model import find_demo_model
+
+    config = ServiceConfig(
+        model=str(find_demo_model()),
+        engine=EngineOptions(kv_memory_bytes=KV_MEMORY_BYTES),
+        router=RouterOptions(port=0),
+    )
+
+    def ask(owner: Owner, address: str, progress: TerminalProgress) -> float:
+        progress.stage(f"ready at {address}: one prefill worker, one decode worker")
+
+        def write(text: str) -> None:
+            if owner.stop_asked:
+                raise KeyboardInterrupt
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        _ask(address, prompt, max_tokens, write)
+        return 0.0
+
+    sys.exit(run_service(config, ask))
+
+
+def _ask(address: str, prompt: str, max_tokens: int, write: Callable[[str], None]) -> None:
+    from rich.console import Console
+
+    from legato.protos import common_pb2, generation_pb2_grpc
+
+    console = Console(highlight=False)
+    console.print(f"\n> {prompt}\n", markup=False, style="bold")
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    request = make_request(prompt, sampling, chat=True, system=None)
+    with connect(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        call = stub.Generate(request, timeout=ANSWER_TIMEOUT_S)
+        answer = read_answer(call, write)
+    print("\n")
+    console.print(timing_table(answer))
+    print()

@@ -1,0 +1,135 @@
+"""`legato generate`: one prompt in, the answer out as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from legato.cluster.cli.answer import Answer, read_answer
+from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect
+from legato.cluster.errors import ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from legato.protos import common_pb2, generation_pb2
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="As a user's message in the model's chat template, or as plain text. "
+            "Default: chat where the model has a template.",
+            show_default=False,
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="At most so many tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")] = None,
+    top_k: Annotated[int | None, typer.Option(help="The k most likely only; 0 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="In [0, 1]; 0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Timings on standard error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end.")] = False,
+    timeout: Annotated[float | None, typer.Option(min=0.001, help="Deadline in seconds.")] = None,
+    address: AddressOption = None,
+    port: PortOption = None,
+) -> None:
+    """Send a prompt and print the answer as it comes. Ctrl-C cancels it.
+
+    Examples:
+
+        legato generate "Why is the sky blue?" --max-tokens 64
+
+        legato generate --raw "Once upon a time" --temperature 0 --stats
+
+        cat letter.txt | legato generate - --system "Summarise in one sentence."
+    """
+    from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with connect(choose_address(address, port)) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        if chat is None:
+            model = stub.GetModel(generation_pb2.GetModelRequest(), timeout=10)
+            chat = model.has_chat_template
+        sampling = common_pb2.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or [],
+        )
+        request = make_request(text, sampling, chat=chat, system=system)
+        call = stub.Generate(request, timeout=timeout)
+        answer = _print_stream(call, call.cancel, quiet=as_json)
+    if as_json:
+        print(json.dumps(_as_dict(answer), ensure_ascii=False))
+    if stats:
+        from rich.console import Console
+
+        from legato.cluster.cli.timing_table import timing_table
+
+        Console(stderr=True).print(timing_table(answer))
+
+
+def make_request(
+    text: str, sampling: common_pb2.SamplingParams, *, chat: bool, system: str | None
+) -> generation_pb2.GenerateRequest:
+    """A chat of one message, or raw text."""
+    from legato.protos import generation_pb2
+
+    if not chat:
+        if system is not None:
+            raise ServiceError("--system needs a chat: leave out --raw, or take a chat model")
+        return generation_pb2.GenerateRequest(text=text, sampling=sampling)
+    messages = [generation_pb2.ChatMessage(role="user", content=text)]
+    if system is not None:
+        messages.insert(0, generation_pb2.ChatMessage(role="system", content=system))
+    chat_messages = generation_pb2.ChatMessages(messages=messages)
+    return generation_pb2.GenerateRequest(messages=chat_messages, sampling=sampling)
+
+
+def _print_stream(
+    responses: Iterable[generation_pb2.GenerateResponse],
+    cancel: Callable[[], object],
+    *,
+    quiet: bool,
+) -> Answer:
+    try:
+        answer = read_answer(responses, (lambda _: None) if quiet else _write)
+    except BaseException:
+        cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
+        raise
+    if not quiet and sys.stdout.isatty():
+        print()
+    if answer.finish is None:
+        raise ServiceError("the stream ended without a finish: the answer is incomplete")
+    return answer
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _as_dict(answer: Answer) -> dict[str, object]:
+    from google.protobuf.json_format import MessageToDict
+
+    assert answer.finish is not None  # `_print_stream` raises where it is
+    finish = MessageToDict(
+        answer.finish, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return {"text": answer.text, "token_ids": answer.token_ids, **finish}

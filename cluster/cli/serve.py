@@ -1,0 +1,175 @@
+"""`legato serve`: starts a service and stays until it is told to end."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from legato.cluster.cli.connection import DEFAULT_PORT
+from legato.cluster.cli.progress import TerminalProgress
+from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from legato.cluster.owner import Owner
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+_UNIT = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNIT |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+    _UNIT |= {_letter: 1024**_power, f"{_letter}I": 1024**_power}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from 1GiB, 512MiB, 2GB (powers of 1000) or a plain number."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"must be a size such as 512MiB or 2GiB, got {text!r}")
+    return int(float(match[1]) * _UNIT[(match[2] or "").upper()])
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A Hugging Face folder, a hub id, a .gguf file, or `demo` for the demo model."
+        ),
+    ],
+    prefill: Annotated[int, typer.Option(min=1, max=1024, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=1024, help="Decode workers.")] = 1,
+    host: Annotated[
+        str, typer.Option(help="Where clients reach it. There is no authentication.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes any free one.")
+    ] = DEFAULT_PORT,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="Join a running Ray cluster: host:port, or `auto` for the one of this machine. "
+            "Without it, a Ray of its own is started.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda; auto is cuda where Ray has GPUs.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_memory: Annotated[str, typer.Option(help="KV cache of each worker.")] = "1GiB",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
+    context_length: Annotated[
+        int | None, typer.Option(min=1, help="Lower than the model's own.")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each worker. Default: the cores, divided by the workers."),
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a decode step.")] = 256,
+    prefill_chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens of a prefill step.")
+    ] = 2048,
+    worker_host: Annotated[
+        str,
+        typer.Option(
+            help="Where workers listen. auto: loopback, or each node's address in a cluster."
+        ),
+    ] = "auto",
+    worker_cpus: Annotated[
+        float | None,
+        typer.Option(min=0, help="Ray CPUs of a worker. Default: 1 in a joined cluster."),
+    ] = None,
+    worker_gpus: Annotated[
+        float | None, typer.Option(min=0, help="Ray GPUs of a worker. Default: 1 on cuda.")
+    ] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until every worker must be ready.")
+    ] = 120.0,
+) -> None:
+    """Start a service and stay until Ctrl-C or `legato stop`.
+
+    Examples:
+
+        legato serve --model demo
+
+        legato serve --model ./my-model --prefill 1 --decode 2 --kv-memory 4GiB
+
+        legato serve --model org/name --ray-address auto --device cuda
+    """
+    from legato.cluster.demo_model import find_demo_model
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise typer.BadParameter(
+            f"must be auto, float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype"
+        )
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise typer.BadParameter(
+            f"must be auto, cpu or cuda, got {device!r}", param_hint="--device"
+        )
+    kv_memory_bytes = parse_size(kv_memory)
+    if kv_memory_bytes < 1:
+        raise typer.BadParameter(
+            f"must be at least 1 byte, got {kv_memory}", param_hint="--kv-memory"
+        )
+    config = ServiceConfig(
+        model=str(find_demo_model()) if model == "demo" else model,
+        prefill_workers=prefill,
+        decode_workers=decode,
+        ray_address=ray_address,
+        worker_host=worker_host,
+        worker_cpus=worker_cpus,
+        worker_gpus=worker_gpus,
+        start_timeout_s=start_timeout,
+        engine=EngineOptions(
+            device=device,
+            dtype=dtype,
+            kv_memory_bytes=kv_memory_bytes,
+            block_size=block_size,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            max_batch_size=max_batch_size,
+            context_length=context_length,
+            num_threads=threads,
+        ),
+        router=RouterOptions(host=host, port=port),
+    )
+    sys.exit(run_service(config, _stay))
+
+
+def run_service(
+    config: ServiceConfig, while_ready: Callable[[Owner, str, TerminalProgress], float | None]
+) -> int:
+    """Starts, calls `while_ready(owner, address, progress)`, and ends everything in any case.
+
+    `while_ready` returns how long running requests have, or None for no drain. Returns the exit
+    code.
+    """
+    from legato.cluster.owner import Owner, StartInterruptedError, StopSignal
+
+    stop = StopSignal()
+    stop.install()
+    progress = TerminalProgress()
+    owner = Owner(config, progress, stop)
+    drain_timeout_s: float | None = None
+    try:
+        address = owner.start()
+        progress.close()
+        drain_timeout_s = while_ready(owner, address, progress)
+    except StartInterruptedError:
+        progress.stage("interrupted")
+        return 130
+    finally:
+        owner.end(drain_timeout_s)
+        progress.close()
+    progress.stage("ended")
+    return 0
+
+
+def _stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
+    progress.stage(f"ready at {address}")
+    host, _, port = address.rpartition(":")
+    at = "" if int(port) == DEFAULT_PORT and host == "127.0.0.1" else f" --address {address}"
+    progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
+    return owner.wait()

@@ -1,0 +1,73 @@
+"""The table of where an answer's time went."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from legato.cluster.cli.answer import percentile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from legato.cluster.cli.answer import Answer
+
+
+def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
+    """(what, figure, remark) for a finished answer; raises ValueError for one that is not."""
+    if answer.finish is None:
+        raise ValueError("the answer has not finished")
+    usage, times = answer.finish.usage, answer.finish.timings
+    rows = [
+        ("time to first token", _ms(times.ttft_s), "on the router's clock"),
+        ("  queue", _ms(times.queue_s), "tokenising included"),
+        ("  ticket", _ms(times.ticket_s), "KV room promised by the decode worker"),
+        (
+            "  prefill",
+            _ms(times.prefill_s),
+            f"waiting {_ms(times.prefill_wait_s)}, the model {_ms(times.prefill_model_s)}",
+        ),
+        ("hand-off", _ms(times.handoff_s), f"on the wire {_ms(times.kv_transfer_s)}"),
+        ("decode", _ms(times.decode_s), f"the model {_ms(times.decode_model_s)}"),
+        ("delivery", _ms(times.delivery_s), ""),
+        ("total", _ms(times.total_s), ""),
+    ]
+    if gaps := answer.gaps_s:
+        text = f"p50 {_ms(percentile(gaps, 50))}, p99 {_ms(percentile(gaps, 99))}"
+        rows.append(("inter-token latency", text, "as this client saw it"))
+    if rate := answer.decode_tokens_per_s:
+        rows.append(("decode rate", f"{rate:.1f} tokens/s", "of this one stream"))
+    rows += [
+        ("tokens", f"{usage.prompt_tokens} in, {usage.completion_tokens} out", ""),
+        (
+            "forward passes",
+            f"{times.prefill_forwards} prefill, {times.decode_forwards} decode",
+            "N tokens need 1 and N - 1",
+        ),
+        (
+            "KV handed over",
+            _bytes(times.kv_bytes_handed_over),
+            f"{times.prefill_worker} → {times.decode_worker}" if times.decode_worker else "",
+        ),
+    ]
+    return rows
+
+
+def timing_table(answer: Answer) -> Table:
+    """The rows, for a terminal."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    for row in timing_rows(answer):
+        table.add_row(*row)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / (1 << 20):.2f} MiB ({count:,} bytes)"

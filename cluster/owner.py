@@ -1,0 +1,286 @@
+"""Owner: the life of one service, from the first check to the last process, in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from legato.cluster.errors import ServiceError
+from legato.cluster.placement import place
+from legato.cluster.pool import ControllerOptions
+from legato.cluster.ray_address import probe_ray, resolve_ray_address, running_cluster
+from legato.cluster.ray_temp import RayTemp, prepare_environment
+from legato.cluster.version import legato_version
+from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from legato.cluster.actors import RayService
+    from legato.cluster.config import ServiceConfig
+
+POLL_S = 0.1
+DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
+
+
+class Progress(Protocol):
+    """Where the owner tells what it is doing."""
+
+    def stage(self, text: str) -> None:
+        """A step is done, or something is to be known."""
+        ...
+
+    def state(self, text: str) -> None:
+        """What is being waited for now."""
+        ...
+
+
+class StopSignal:
+    """Counts Ctrl-C, SIGTERM and SIGHUP: one asks for the end, a second for haste."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def install(self) -> None:
+        """Takes the signals over; again after ray.init, which sets handlers of its own."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class StartInterruptedError(Exception):
+    """A signal came while the service was starting."""
+
+
+class Owner:
+    """Starts, watches and ends one service. `start` must run in the main thread."""
+
+    def __init__(self, config: ServiceConfig, progress: Progress, stop: StopSignal) -> None:
+        self._config = config
+        self._progress = progress
+        self._stop = stop
+        self._ray: RayService | None = None
+        self._temp: RayTemp | None = None
+
+    def start(self) -> str:
+        """Returns the public address when every worker asked for is ready.
+
+        Raises:
+            ServiceError: one sentence with what to do.
+            StartInterruptedError: a signal came first.
+        """
+        config = self._config
+        check_port(config.router.host, config.router.port)
+        ray_address = self._ray_address()
+        prepare_environment()
+        # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
+        from legato.cluster.actors import RayService, RouterPlan, WorkerPlan, resolve_model_path
+
+        try:
+            model_path = resolve_model_path(config.model)
+        except (ValueError, OSError) as error:
+            raise ServiceError(str(error)) from error
+        self._check_stop()
+        self._ray = service = RayService()
+        num_workers = config.prefill_workers + config.decode_workers
+        if ray_address is None:
+            self._progress.state("starting Ray")
+            self._temp = RayTemp()
+            facts = service.start_own(self._temp.path, num_workers + 2)
+            self._progress.stage("Ray started")
+        else:
+            self._progress.state(f"joining Ray at {ray_address}")
+            with _Watchdog(config.start_timeout_s, f"joining Ray at {ray_address}"):
+                facts = service.join(ray_address)
+            self._progress.stage(f"joined Ray at {ray_address}: {facts.num_nodes} nodes")
+        self._stop.install()
+        self._check_stop()
+        try:
+            placement = place(config, facts)
+        except ValueError as error:
+            raise ServiceError(str(error)) from error
+        # Nodes have files of their own: there a hub id is looked up again, by each.
+        everywhere = facts.num_nodes == 1 or Path(config.model).exists()
+        service.launch(
+            WorkerPlan(
+                model=str(model_path) if everywhere else config.model,
+                engine=config.engine,
+                placement=placement,
+                spread=facts.num_nodes > 1,
+            ),
+            RouterPlan(
+                options=config.router,
+                model_path=str(model_path),
+                model_name=config.model,
+                version=legato_version(),
+                owner_pid=os.getpid(),
+                owner_host=socket.gethostname(),
+            ),
+            {"prefill": config.prefill_workers, "decode": config.decode_workers},
+            ControllerOptions(start_timeout_s=config.start_timeout_s),
+        )
+        return self._wait_until_ready(service)
+
+    def wait(self) -> float:
+        """Returns when the end is asked for: the seconds that running requests have.
+
+        Raises:
+            ServiceError: the router or the controller is gone.
+        """
+        service = self._running()
+        while not self._stop.count:
+            if failure := service.failure():
+                raise ServiceError(f"{failure}; ending the service")
+            asked = service.shutdown_asked()
+            if asked is not None:
+                return asked
+            time.sleep(POLL_S)
+        return DRAIN_S
+
+    @property
+    def stop_asked(self) -> bool:
+        """True once a signal came."""
+        return self._stop.count > 0
+
+    def end(self, drain_timeout_s: float | None) -> None:
+        """Drains, then ends every process; None or a (further) signal: without delay."""
+        service, signals = self._ray, self._stop.count
+        try:
+            if service is not None and drain_timeout_s is not None:
+                self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
+                self._await(service, service.begin_drain(drain_timeout_s), drain_timeout_s, signals)
+                self._progress.state("ending: stopping workers")
+                self._await(service, service.begin_stop(), 0.0, signals)
+        finally:
+            if service is not None:
+                service.close()
+            if self._temp is not None:
+                self._temp.remove()
+            self._ray = self._temp = None
+
+    def _await(self, service: RayService, call: object, bound_s: float, signals: int) -> None:
+        deadline_s = time.monotonic() + bound_s + 5
+        while self._stop.count == signals and time.monotonic() < deadline_s:
+            if service.done(call, POLL_S):
+                return
+
+    def _ray_address(self) -> str | None:
+        if self._config.ray_address is None:
+            if other := running_cluster():
+                self._progress.stage(
+                    f"a Ray cluster at {other} is not used; --ray-address auto would join it"
+                )
+            return None
+        address = resolve_ray_address(self._config.ray_address)
+        probe_ray(address)
+        return address
+
+    def _wait_until_ready(self, service: RayService) -> str:
+        timeout_s = self._config.start_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._check_stop()
+            if failure := service.failure():
+                raise ServiceError(failure)
+            if reason := service.hopeless():
+                raise ServiceError(reason)
+            try:
+                address = service.router_address()
+            except ValueError as error:
+                raise ServiceError(str(error)) from error
+            pools = service.pools()
+            text = ", ".join(_pool_text(pool) for pool in pools)
+            if address is None:
+                text += ", router starting"
+            self._progress.state(text)
+            full = all(pool.ready == pool.target for pool in pools)
+            if address is not None and full and _serves(address):
+                return address
+            if time.monotonic() > deadline_s:
+                raise ServiceError(f"not ready within --start-timeout {timeout_s:g} s: {text}")
+            time.sleep(POLL_S)
+
+    def _check_stop(self) -> None:
+        if self._stop.count:
+            raise StartInterruptedError
+
+    def _running(self) -> RayService:
+        if self._ray is None:
+            raise RuntimeError("the service has not been started")
+        return self._ray
+
+
+class _Watchdog:
+    """Ends this process where a call into Ray never returns: nothing else can interrupt it."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._timer = threading.Timer(timeout_s, self._bark, (timeout_s, what))
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    @staticmethod
+    def _bark(timeout_s: float, what: str) -> None:
+        print(f"legato: {what} did not succeed within {timeout_s:g} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ServiceError where nobody can listen there. Port 0 means any free one."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ServiceError(f"--host {host}: {error.strerror}") from error
+    with socket.socket(family, kind, proto) as probe:
+        # As servers do it: connections that linger do not count, listeners do.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ServiceError(_port_problem(host, port, error)) from error
+
+
+def _port_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == 98:  # EADDRINUSE
+        return (
+            f"port {port} on {host} is in use; choose another with --port, or end the service "
+            f"there with `legato stop --port {port}`"
+        )
+    return f"cannot listen on {host}:{port}: {error.strerror}"
+
+
+def dial_address(address: str) -> str:
+    """Where a client on this machine reaches a server that may listen on every interface."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"
+
+
+def _serves(address: str) -> bool:
+    options = [("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(dial_address(address), options=options) as channel:
+        try:
+            stub = cluster_pb2_grpc.ClusterStub(channel)
+            return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=2).ready
+        except grpc.RpcError:
+            return False  # asked again, until the start's own bound
+
+
+def _pool_text(pool: cluster_pb2.PoolStatus) -> str:
+    name = "prefill" if pool.role == common_pb2.WORKER_ROLE_PREFILL else "decode"
+    return f"{name}: {pool.message or f'{pool.ready} of {pool.target} ready'}"

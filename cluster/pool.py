@@ -1,0 +1,200 @@
+"""Pool: the workers of one role, target against current, and the rule that closes the gap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from legato.cluster.control_plane import Role, WorkerEndpoint
+
+
+class WorkerState(Enum):
+    """A worker's life: forwards only. A draining worker never takes new work again."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+    def to(self, state: WorkerState) -> WorkerState:
+        """Returns `state`; raises ValueError where no worker may go there from here."""
+        if state not in _NEXT_STATES[self]:
+            raise ValueError(f"a {self.value} worker cannot become {state.value}")
+        return state
+
+
+_NEXT_STATES = {
+    WorkerState.STARTING: (WorkerState.READY, WorkerState.DEAD),
+    WorkerState.READY: (WorkerState.DRAINING, WorkerState.DEAD),
+    WorkerState.DRAINING: (WorkerState.DEAD,),
+    WorkerState.DEAD: (),
+}
+
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """Bounds of the controller; times in seconds."""
+
+    start_timeout_s: float = 120.0
+    drain_timeout_s: float = 30.0
+    # Beyond the drain's own bound, for its answer to arrive.
+    drain_slack_s: float = 5.0
+    # A worker that dies sooner than this after becoming ready counts as a failed start: one that
+    # crashes on its first request would otherwise be replaced for ever at full speed.
+    early_life_s: float = 5.0
+    max_failed_starts: int = 3
+    backoff_s: float = 0.5  # after the first failed start; doubled after the second
+    pause_s: float = 30.0  # after `max_failed_starts` in a row
+
+
+@dataclass
+class WorkerRecord:
+    """One worker as the controller knows it. `since_s` is when the present state began."""
+
+    name: str
+    role: Role
+    state: WorkerState
+    since_s: float
+    endpoint: WorkerEndpoint | None = None  # known once ready
+    pid: int = 0
+    host: str = ""
+
+    def move(self, state: WorkerState, now_s: float) -> None:
+        """Enters `state`; raises ValueError where that is no way to go."""
+        self.state = self.state.to(state)
+        self.since_s = now_s
+
+
+@dataclass
+class Pool:
+    """Workers by name, oldest first, and what is remembered of those that failed."""
+
+    role: Role
+    target: int
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
+    failed_starts: int = 0  # in a row
+    last_failure_s: float = 0.0
+    next_start_s: float = 0.0  # no start before this moment
+    last_failure: str = ""
+    failure_is_permanent: bool = False  # the model or the settings are wrong: trying helps nothing
+
+    def in_state(self, *states: WorkerState) -> list[WorkerRecord]:
+        """Those in one of `states`, oldest first."""
+        return [worker for worker in self.workers.values() if worker.state in states]
+
+    def note_failed_start(
+        self, reason: str, now_s: float, options: ControllerOptions, *, permanent: bool
+    ) -> None:
+        """Counts one, and sets when the next start may be."""
+        self.failed_starts += 1
+        self.last_failure = reason
+        self.last_failure_s = now_s
+        self.failure_is_permanent = permanent
+        if permanent or self.failed_starts >= options.max_failed_starts:
+            self.next_start_s = now_s + options.pause_s
+        else:
+            self.next_start_s = now_s + options.backoff_s * 2 ** (self.failed_starts - 1)
+
+    def note_success(self) -> None:
+        """Forgets failures."""
+        self.failed_starts = 0
+        self.last_failure = ""
+        self.failure_is_permanent = False
+        self.next_start_s = 0.0
+
+    def forgive(self, now_s: float, options: ControllerOptions) -> None:
+        """Forgets failures once a worker that came after the last of them has lived on."""
+        if self.failed_starts and any(
+            worker.since_s >= self.last_failure_s and now_s - worker.since_s >= options.early_life_s
+            for worker in self.in_state(WorkerState.READY)
+        ):
+            self.note_success()
+
+    def gives_up(self, options: ControllerOptions) -> bool:
+        """True while starts are paused because they keep failing."""
+        return self.failure_is_permanent or self.failed_starts >= options.max_failed_starts
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start one more worker."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Give this worker no new work, and let it finish what it has."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End this worker now."""
+
+    name: str
+    reason: str
+    # Its start failed (it was not merely superfluous).
+    failed: bool
+
+
+Action = Start | Drain | Kill
+
+
+def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]:
+    """What brings `pool` nearer to its target. Changes nothing itself.
+
+    Late starts and late drains are killed. Missing workers are started unless starts are held
+    back. Surplus is taken from those that start (newest first: they hold no stream), then from
+    the ready ones (newest first), which drain.
+    """
+    actions: list[Action] = []
+    starting = pool.in_state(WorkerState.STARTING)
+    late = [w for w in starting if now_s - w.since_s > options.start_timeout_s]
+    actions += [
+        Kill(w.name, f"not ready {options.start_timeout_s:g} s after its start", failed=True)
+        for w in late
+    ]
+    drain_bound_s = options.drain_timeout_s + options.drain_slack_s
+    actions += [
+        Kill(w.name, f"not drained within {drain_bound_s:g} s", failed=False)
+        for w in pool.in_state(WorkerState.DRAINING)
+        if now_s - w.since_s > drain_bound_s
+    ]
+    on_time = [w for w in starting if w not in late]
+    ready = pool.in_state(WorkerState.READY)
+    surplus = len(on_time) + len(ready) - pool.target
+    if surplus > 0:
+        superfluous = on_time[::-1][:surplus]
+        actions += [Kill(w.name, "the pool was scaled in", failed=False) for w in superfluous]
+        actions += [Drain(w.name) for w in ready[::-1][: surplus - len(superfluous)]]
+    elif surplus < 0 and not late and now_s >= pool.next_start_s:
+        # After failures one at a time: a broken start must not be tried a thousand-fold.
+        actions += [Start()] * (1 if pool.failed_starts else -surplus)
+    return actions
+
+
+def describe(
+    pool: Pool, now_s: float, options: ControllerOptions, waiting: Iterable[str] = ()
+) -> str:
+    """Why current differs from target, in one sentence; empty when it does not."""
+    ready = len(pool.in_state(WorkerState.READY))
+    starting = len(pool.in_state(WorkerState.STARTING))
+    draining = len(pool.in_state(WorkerState.DRAINING))
+    parts = []
+    if ready != pool.target:
+        parts.append(f"{ready} of {pool.target} ready")
+    if starting:
+        parts.append(f"{starting} starting")
+    if draining:
+        parts.append(f"{draining} draining")
+    parts += sorted(set(waiting))
+    if ready < pool.target and pool.last_failure:
+        wait_s = max(0.0, pool.next_start_s - now_s)
+        again = f"next try in {wait_s:.0f} s" if not starting else "trying again"
+        count = f"{pool.failed_starts} in a row" if pool.failed_starts > 1 else "last"
+        parts.append(f"failed starts: {count}, {again}: {pool.last_failure}")
+    return "; ".join(parts)

@@ -1,0 +1,104 @@
+"""Worker processes are killed or stopped under load: nothing is lost, doubled, wrong or leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from local_service import LocalService, collect, request
+from oracle import greedy, load_oracle
+from tiny_models import make_llama_folder
+
+from legato.cluster.config import RouterOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+pytestmark = pytest.mark.integration
+
+NUM_STREAMS = int(os.environ.get("LEGATO_FAULT_STREAMS", "12"))
+NUM_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> PreTrainedModel:
+    return load_oracle(folder)
+
+
+async def streams_survive(
+    service: LocalService, oracle: PreTrainedModel, fault: signal.Signals, victim_role: str
+) -> None:
+    """Starts streams, sends `fault` to one worker of the role, checks every answer."""
+    prompts = [list(f"fault {i} ".encode()) * (1 + i % 5) for i in range(NUM_STREAMS)]
+    tasks = [
+        asyncio.create_task(
+            collect(
+                service.generation.Generate(
+                    request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True), timeout=60
+                )
+            )
+        )
+        for prompt in prompts
+    ]
+    await asyncio.sleep(0.15)
+    victim = next(worker for worker in service.workers if worker.role == victim_role)
+    os.kill(victim.pid, fault)
+    struck_at = time.monotonic()
+    # The canary goes elsewhere as soon as the loss is noticed.
+    canary = await collect(
+        service.generation.Generate(
+            request(list(b"hello"), max_tokens=8, ignore_eos=True), timeout=30
+        )
+    )
+    assert time.monotonic() - struck_at < 15
+    assert canary.token_ids == greedy(oracle, list(b"hello"), 8)
+    answers = await asyncio.gather(*tasks)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == greedy(oracle, prompt, NUM_TOKENS)
+    moved = sum(answer.done.timings.attempts > 1 for answer in answers)
+    if victim_role == "decode":
+        assert moved > 0, "the fault hit no stream: this run proves nothing"
+    await asyncio.to_thread(victim.kill)
+    service.workers.remove(victim)
+    await service.publish()
+    await service.wait_idle()
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_streams_survive_the_loss_of_a_worker(
+    folder: Path, oracle: PreTrainedModel, fault: signal.Signals, role: str
+) -> None:
+    async with LocalService(folder, prefill=2, decode=2) as service:
+        await streams_survive(service, oracle, fault, role)
+
+
+async def test_the_last_decode_worker_lost_ends_requests_in_time(folder: Path) -> None:
+    async with LocalService(folder, options=RouterOptions(port=0)) as service:
+        call = service.generation.Generate(
+            request("last of its kind", max_tokens=400, ignore_eos=True), timeout=6
+        )
+        await call.read()
+        victim = next(worker for worker in service.workers if worker.role == "decode")
+        started = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await collect(call)
+        assert error.value.code() in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        )
+        assert time.monotonic() - started < 8
+        assert not (await service.status()).ready

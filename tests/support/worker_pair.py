@@ -1,0 +1,275 @@
+"""A prefill and a decode worker in this process, and a small driver that plays the router."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from fake_engine import FakeModel, fake_loaded, fake_sample
+
+from legato.protos import common_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from legato.worker.channel import CHANNEL_OPTIONS
+from legato.worker.config import WorkerConfig
+from legato.worker.server import WorkerServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from legato.worker.models.config import ModelConfig
+
+BLOCK_SIZE = 4
+WAIT_S = 20.0  # bounds every wait of a test; nothing is measured against it
+
+
+def sampling(max_tokens: int, **overrides: Any) -> common_pb2.SamplingParams:  # noqa: ANN401  # fields of the message
+    settings: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": 0,
+        "ignore_eos": False,
+        "min_tokens": 0,
+    }
+    settings.update(overrides)
+    return common_pb2.SamplingParams(**settings)
+
+
+@dataclass
+class Worker:
+    server: WorkerServer
+    model: FakeModel
+    address: str
+    channel: grpc.aio.Channel
+    prefill: worker_pb2_grpc.PrefillWorkerAsyncStub = field(init=False)
+    decode: worker_pb2_grpc.DecodeWorkerAsyncStub = field(init=False)
+    control: worker_pb2_grpc.WorkerControlAsyncStub = field(init=False)
+    transfer: kv_transfer_pb2_grpc.KvTransferAsyncStub = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefill = worker_pb2_grpc.PrefillWorkerStub(self.channel)
+        self.decode = worker_pb2_grpc.DecodeWorkerStub(self.channel)
+        self.control = worker_pb2_grpc.WorkerControlStub(self.channel)
+        self.transfer = kv_transfer_pb2_grpc.KvTransferStub(self.channel)
+
+    def load(self) -> common_pb2.WorkerLoad:
+        return self.server.node.load()
+
+    async def until(self, condition: Callable[[common_pb2.WorkerLoad], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self.load()):
+                await asyncio.sleep(0.005)
+
+    async def until_idle(self) -> None:
+        """LEAK0: every gauge is back at its baseline, and the pool is whole."""
+        await self.until(
+            lambda load: (
+                load.free_blocks == load.total_blocks
+                and not load.reserved_blocks
+                and not load.held_blocks
+                and not load.running
+                and not load.waiting
+                and not load.transferring
+                and not load.waiting_tokens
+            )
+        )
+        self.server.node.pool.check_integrity()
+        assert len(self.server.node.tickets) == 0
+
+
+@asynccontextmanager
+async def running_worker(
+    role: str,
+    *,
+    config: ModelConfig | None = None,
+    num_blocks: int = 64,
+    fingerprint: str = "fake",
+    exits: list[str] | None = None,
+    step_timeout_s: float = 60.0,
+    **settings: Any,  # noqa: ANN401  # of WorkerConfig
+) -> AsyncIterator[Worker]:
+    loaded = fake_loaded(config, fingerprint)
+    shape = loaded.model.config
+    block_size = settings.pop("block_size", BLOCK_SIZE)
+    bytes_per_block = block_size * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    settings.setdefault("prefill_chunk_tokens", 16)
+    server = WorkerServer(
+        WorkerConfig(
+            model="fake",
+            role=role,  # type: ignore[arg-type]  # tests pass literals
+            kv_memory_bytes=num_blocks * bytes_per_block,
+            block_size=block_size,
+            num_threads=1,
+            **settings,
+        ),
+        loaded,
+        sample=fake_sample,
+        exit_process=lambda: (exits if exits is not None else []).append("exit"),
+        step_timeout_s=step_timeout_s,
+    )
+    address = await server.start()
+    assert isinstance(loaded.model, FakeModel)
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    try:
+        yield Worker(server, loaded.model, address, channel)
+    finally:
+        loaded.model.go.set()
+        await channel.close()
+        await server.stop(0)
+
+
+@dataclass
+class Pair:
+    p: Worker
+    d: Worker
+
+    async def until_idle(self) -> None:
+        await self.p.until_idle()
+        await self.d.until_idle()
+
+
+@asynccontextmanager
+async def running_pair(
+    *,
+    p: dict[str, Any] | None = None,
+    d: dict[str, Any] | None = None,
+    config: ModelConfig | None = None,
+) -> AsyncIterator[Pair]:
+    async with (
+        running_worker("prefill", config=config, **(p or {})) as prefill,
+        running_worker("decode", config=config, **(d or {})) as decode,
+    ):
+        yield Pair(prefill, decode)
+
+
+class Attempt:
+    """One request's way over a pair, a step at a time."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompt: Sequence[int],
+        params: common_pb2.SamplingParams,
+        *,
+        request_id: str = "r",
+        attempt: int = 0,
+        eos: Sequence[int] = (),
+        emitted: Sequence[int] = (),
+    ) -> None:
+        self.pair = pair
+        self.prompt = list(prompt)
+        self.tokens = [*prompt, *emitted]
+        self.params = params
+        self.eos = list(eos)
+        self.key = worker_pb2.AttemptKey(request_id=request_id, attempt=attempt)
+        self.decode_call: Any = None
+        self.prefill_call: Any = None
+        self.ticket: worker_pb2.KvTicket | None = None
+        self.first: worker_pb2.FirstToken | None = None
+
+    async def reserve(self) -> worker_pb2.KvTicket:
+        """Waits for room like a router: asks again after RESOURCE_EXHAUSTED."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    return await self.reserve_once()
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        raise
+                    await asyncio.sleep(0.01)
+
+    async def reserve_once(self) -> worker_pb2.KvTicket:
+        self.decode_call = self.pair.d.decode.Decode(timeout=WAIT_S)
+        await self.decode_call.write(
+            worker_pb2.DecodeCommand(
+                reserve=worker_pb2.Reserve(
+                    key=self.key,
+                    num_handoff_tokens=len(self.tokens),
+                    max_kv_tokens=len(self.prompt) + self.params.max_tokens - 1,
+                )
+            )
+        )
+        event = await self.decode_call.read()
+        if event == grpc.aio.EOF:
+            raise AssertionError(f"no ticket: {await self.decode_call.details()}")
+        self.ticket = event.ticket
+        return event.ticket
+
+    def prefill_request(self, address: str | None = None) -> worker_pb2.PrefillRequest:
+        return worker_pb2.PrefillRequest(
+            key=self.key,
+            token_ids=self.tokens,
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.params,
+            eos_token_ids=self.eos,
+            ticket=self.ticket,
+            decode_address=(address or self.pair.d.address) if self.ticket else "",
+        )
+
+    def start_prefill(self, address: str | None = None) -> None:
+        self.prefill_call = self.pair.p.prefill.Prefill(
+            self.prefill_request(address), timeout=WAIT_S
+        )
+
+    async def first_token(self) -> worker_pb2.FirstToken:
+        event = await self.prefill_call.read()
+        assert event.WhichOneof("event") == "first_token", event
+        self.first = event.first_token
+        self.tokens.append(self.first.token.token_id)
+        return event.first_token
+
+    async def handoff(self) -> worker_pb2.PrefillEvent:
+        return await self.prefill_call.read()
+
+    async def start_decode(self) -> None:
+        await self.decode_call.write(
+            worker_pb2.DecodeCommand(
+                start=worker_pb2.Start(
+                    token_ids=self.tokens,
+                    num_prompt_tokens=len(self.prompt),
+                    sampling=self.params,
+                    eos_token_ids=self.eos,
+                )
+            )
+        )
+
+    async def run(self) -> list[int]:
+        """All of it; returns the whole answer after checking events and figures on the way."""
+        single = self.params.max_tokens - (len(self.tokens) - len(self.prompt)) == 1
+        if not single:
+            await self.reserve()
+        self.start_prefill()
+        offset = len(self.tokens)
+        first = await self.first_token()
+        assert first.token.index == offset - len(self.prompt)
+        if first.finished:
+            self.close()
+            return self.tokens[len(self.prompt) :]
+        await self.start_decode()
+        handoff = await self.handoff()
+        assert handoff.WhichOneof("event") == "handoff_done", handoff
+        joined = await self.decode_call.read()
+        assert joined.WhichOneof("event") == "joined", joined
+        while True:
+            event = await self.decode_call.read()
+            assert event != grpc.aio.EOF, await self.decode_call.details()
+            for token in event.tokens.tokens:
+                assert token.index == len(self.tokens) - len(self.prompt)
+                self.tokens.append(token.token_id)
+            if event.tokens.finished:
+                break
+        self.finish = event.tokens
+        assert event.tokens.decode_forwards == len(self.tokens) - offset - 1
+        return self.tokens[len(self.prompt) :]
+
+    def close(self) -> None:
+        for call in (self.prefill_call, self.decode_call):
+            if call is not None:
+                call.cancel()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from legato.cluster.config import EngineOptions, ServiceConfig
+from legato.cluster.placement import ClusterFacts, place
+
+
+def facts(**overrides: Any) -> ClusterFacts:  # noqa: ANN401  # fields of ClusterFacts
+    values: dict[str, Any] = {"joined": False, "num_nodes": 1, "num_gpus": 0.0, "num_cores": 8}
+    return ClusterFacts(**(values | overrides))
+
+
+def config(*, device: str = "auto", threads: int | None = None, **fields: Any) -> ServiceConfig:  # noqa: ANN401  # fields of ServiceConfig
+    engine = EngineOptions(device=device, num_threads=threads)
+    return ServiceConfig(model="m", engine=engine, **fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "joined", "num_nodes", "host"),
+    [
+        ("auto", False, 1, "127.0.0.1"),
+        ("auto", True, 1, "127.0.0.1"),
+        ("auto", True, 2, None),  # each node's own
+        ("192.0.2.7", True, 2, "192.0.2.7"),
+    ],
+)
+def test_host(given: str, joined: bool, num_nodes: int, host: str | None) -> None:
+    placement = place(config(worker_host=given), facts(joined=joined, num_nodes=num_nodes))
+    assert placement.host == host
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "num_gpus", "expected"),
+    [
+        ("auto", None, 0, ("cpu", 0)),
+        ("auto", None, 2, ("cuda", 1)),
+        ("auto", None, 1, ("cuda", 0.5)),
+        ("auto", 0.0, 2, ("cpu", 0)),
+        ("auto", 0.25, 1, ("cuda", 0.25)),
+        ("cpu", None, 2, ("cpu", 0)),
+        ("cuda", None, 2, ("cuda", 1)),
+        ("cuda", 0.5, 1, ("cuda", 0.5)),
+    ],
+)
+def test_gpus(
+    device: str, given: float | None, num_gpus: float, expected: tuple[str, float]
+) -> None:
+    placement = place(config(device=device, worker_gpus=given), facts(num_gpus=num_gpus))
+    assert (placement.device, placement.gpus) == expected
+
+
+def test_gpus_that_a_ray_of_our_own_can_never_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="need 2 GPUs: this machine has 0"):
+        place(config(device="cuda"), facts())
+    # A cluster may grow; there the controller says what it waits for.
+    assert place(config(device="cuda"), facts(joined=True)).gpus == 1
+
+
+def test_cpus_are_asked_of_a_shared_cluster_only() -> None:
+    assert place(config(), facts()).cpus == 0
+    assert place(config(), facts(joined=True)).cpus == 1
+    assert place(config(worker_cpus=4), facts(joined=True)).cpus == 4
+
+
+def test_threads() -> None:
+    assert place(config(decode_workers=3), facts(num_cores=8)).num_threads == 2
+    assert place(config(decode_workers=3), facts(num_cores=2)).num_threads == 1
+    assert place(config(threads=5), facts()).num_threads == 5
+    assert place(config(worker_cpus=4), facts(joined=True, num_cores=64)).num_threads == 4

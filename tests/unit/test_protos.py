@@ -1,0 +1,50 @@
+"""The checked-in gRPC code is what protoc makes of the protos."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("python", "grpc_python", "mypy", "mypy_grpc")
+
+
+def generate(out: Path, protos: Path) -> dict[str, bytes]:
+    names = [f"legato/protos/{path.name}" for path in sorted(protos.glob("*.proto"))]
+    scripts = Path(sys.executable).parent
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "grpc_tools.protoc", f"-Ilegato/protos={protos}"),
+            f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
+            f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
+            *(f"--{kind}_out={out}" for kind in KINDS),
+            *names,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return {path.name: path.read_bytes() for path in (out / "legato/protos").iterdir()}
+
+
+def checked_in() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (ROOT / "protos").glob("*_pb2*.py*")}
+
+
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
+    made, kept = generate(tmp_path, ROOT / "protos"), checked_in()
+    assert made.keys() == kept.keys(), "run `make protos`"
+    assert [name for name in made if made[name] != kept[name]] == [], "run `make protos`"
+
+
+def test_a_changed_proto_would_be_noticed(tmp_path: Path) -> None:
+    protos, out = tmp_path / "protos", tmp_path / "out"
+    shutil.copytree(ROOT / "protos", protos)
+    out.mkdir()
+    file = protos / "cluster.proto"
+    file.write_text(file.read_text().replace("int64 moved = 7;", "int64 moved_on = 7;"))
+    made, kept = generate(out, protos), checked_in()
+    changed = {name for name in made if made[name] != kept[name]}
+    assert changed == {"cluster_pb2.py", "cluster_pb2.pyi"}

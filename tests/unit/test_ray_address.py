@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import fcntl
+import socket
+import time
+from concurrent import futures
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from legato.cluster.errors import ServiceError
+from legato.cluster.ray_address import probe_ray, resolve_ray_address, running_cluster
+from legato.cluster.ray_temp import RayTemp, remove_abandoned
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def no_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_auto_is_the_environment_then_this_machines_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "current"
+    with pytest.raises(ServiceError, match=r"no Ray cluster was found; .*ray start --head"):
+        resolve_ray_address("auto", file)
+    file.write_text("192.0.2.1:6379\n")
+    assert resolve_ray_address("auto", file) == "192.0.2.1:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.2:6379")
+    assert resolve_ray_address("auto", file) == "192.0.2.2:6379"
+    assert resolve_ray_address("h:1", file) == "h:1"
+    assert running_cluster(file) == "192.0.2.2:6379"
+
+
+@pytest.mark.parametrize("address", ["here", "h:", ":6379", "h:0", "h:65536", "h:x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ServiceError, match="must be auto or host:port"):
+        resolve_ray_address(address)
+
+
+def test_ray_client_is_refused_by_name() -> None:
+    with pytest.raises(ServiceError, match="Ray Client is not supported"):
+        resolve_ray_address("ray://h:10001")
+
+
+def test_a_dead_port_is_noticed_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ServiceError, match=f"no Ray cluster answers at {address}"):
+            probe_ray(address, timeout_s=5)
+
+
+def test_a_port_that_never_answers_is_given_up_within_the_bound() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started_s = time.monotonic()
+        with pytest.raises(ServiceError, match="is no Ray head"):
+            probe_ray(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.5)
+        assert time.monotonic() - started_s < 30
+
+
+def test_another_grpc_server_is_no_ray_head() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(ServiceError, match=r"is no Ray head \(UNIMPLEMENTED\)"):
+            probe_ray(f"127.0.0.1:{port}")
+    finally:
+        server.stop(0).wait(5)
+
+
+def test_folders_of_killed_owners_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    alive = RayTemp(tmp_path)
+    abandoned = tmp_path / "legato-abc"
+    abandoned.mkdir()
+    (abandoned / "owner.lock").touch()
+    foreign = tmp_path / "legato-other"  # without a lock: not ours
+    foreign.mkdir()
+    assert remove_abandoned(tmp_path) == [abandoned]
+    assert alive.path.is_dir()
+    assert foreign.is_dir()
+    with (alive.path / "owner.lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    alive.remove()
+    assert list(tmp_path.iterdir()) == [foreign]

@@ -1,0 +1,129 @@
+"""`python -m legato.worker`: one worker process without Ray."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+
+from legato.worker.byte_size import parse_byte_size
+from legato.worker.config import WorkerConfig
+
+EXIT_CANNOT_START = 2
+EXIT_SECOND_SIGNAL = 130
+_PR_SET_PDEATHSIG = 1
+_STOP_GRACE_S = 1.0
+
+
+def main() -> int:
+    """Serves until a signal; returns the exit status."""
+    arguments = _parser().parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if arguments.die_with_parent:
+        _die_with_parent()
+    try:
+        config = WorkerConfig(
+            model=arguments.model,
+            role=arguments.role,
+            host=arguments.host,
+            port=arguments.port,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            kv_memory_bytes=parse_byte_size(arguments.kv_memory),
+            block_size=arguments.block_size,
+            prefill_chunk_tokens=arguments.prefill_chunk_tokens,
+            max_batch_size=arguments.max_batch_size,
+            context_length=arguments.context_length,
+            num_threads=arguments.threads,
+        )
+    except ValueError as error:
+        return _cannot_start(error)
+    if config.num_threads is not None:
+        # Before torch is imported: OpenMP reads it once.
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+    return asyncio.run(_serve(config, arguments.drain_timeout))
+
+
+async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
+    from legato.worker.server import StartError, WorkerServer  # imports torch: see main
+
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(EXIT_SECOND_SIGNAL)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+    server = WorkerServer(config)
+    start = loop.create_task(server.start())
+    stopping = loop.create_task(stop.wait())
+    await asyncio.wait((start, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not start.done():
+        os._exit(
+            0
+        )  # asked to end while loading: nothing is served, and loading cannot be cancelled
+    try:
+        address = await start
+    except (ValueError, OSError, StartError) as error:
+        return _cannot_start(error)
+    ready = {
+        "event": "ready",
+        "worker_id": server.worker_id,
+        "address": address,
+        "pid": os.getpid(),
+    }
+    print(json.dumps(ready), flush=True)
+    await stopping
+    if not await server.drain(drain_timeout_s):
+        logging.getLogger(__name__).warning("calls were cut off after %g s", drain_timeout_s)
+    await server.stop(_STOP_GRACE_S)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m legato.worker", description=__doc__)
+    parser.add_argument("--model", required=True, help="a folder, a .gguf file or a hub id")
+    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-memory", default="1GiB")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--prefill-chunk-tokens", type=int, default=2048)
+    parser.add_argument("--max-batch-size", type=int, default=256)
+    parser.add_argument("--context-length", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds")
+    parser.add_argument(
+        "--die-with-parent", action="store_true", help="end when the starting process ends (Linux)"
+    )
+    return parser
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before the call took effect
+        os._exit(EXIT_CANNOT_START)
+
+
+def _cannot_start(error: Exception) -> int:
+    print(f"legato worker cannot start: {error}", file=sys.stderr, flush=True)
+    return EXIT_CANNOT_START
+
+
+if __name__ == "__main__":
+    sys.exit(main())

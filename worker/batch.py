@@ -1,0 +1,50 @@
+"""From a Step to a ForwardBatch: the only place where a schedule becomes tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from legato.worker.forward import ForwardBatch
+from legato.worker.kv.block_pool import blocks_for
+
+if TYPE_CHECKING:
+    from legato.worker.scheduling.step import Step
+
+
+def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBatch:
+    """Packs the parts without padding; asks for logits of the parts that sample."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    query_starts = [0]
+    context_lens: list[int] = []
+    block_tables: list[list[int]] = []
+    logit_rows: list[int] = []
+    for part in step.parts:
+        sequence = part.sequence
+        assert sequence.lease is not None, "scheduled without blocks"
+        blocks = sequence.lease.blocks
+        start, end = sequence.num_computed, sequence.num_computed + part.num_tokens
+        token_ids += sequence.token_ids[start:end]
+        positions += range(start, end)
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
+        query_starts.append(len(token_ids))
+        context_lens.append(end)
+        block_tables.append(blocks[: blocks_for(end, block_size)])
+        if part.samples:
+            logit_rows.append(len(token_ids) - 1)
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return ForwardBatch(
+        token_ids=tensor(token_ids),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        logit_rows=tensor(logit_rows),
+    )

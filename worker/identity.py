@@ -1,0 +1,66 @@
+"""Identity: who a worker is and what KV it can take over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from legato.protos import worker_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+    from legato.worker.config import Role
+    from legato.worker.kv.cache import KvShape
+    from legato.worker.models.config import ModelConfig
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Fixed from start to end of the process."""
+
+    worker_id: str  # unique for ever: a restarted worker has another one
+    role: Role
+    model_fingerprint: str
+    model: ModelConfig
+    context_length: int
+    kv_shape: KvShape
+    total_blocks: int
+
+    def kv_layout(self) -> worker_pb2.KvLayout:
+        """As it goes over the wire."""
+        return worker_pb2.KvLayout(
+            num_layers=self.kv_shape.num_layers,
+            num_kv_heads=self.kv_shape.num_kv_heads,
+            head_dim=self.kv_shape.head_dim,
+            block_size=self.kv_shape.block_size,
+            dtype=dtype_name(self.kv_shape.dtype),
+        )
+
+    def mismatch(
+        self, fingerprint: str, layout: worker_pb2.KvLayout, protocol_version: int
+    ) -> str | None:
+        """One sentence naming the first field in which a sender's KV does not fit, or None.
+
+        `block_size` may differ: the wire's layout knows no blocks.
+        """
+        own = self.kv_layout()
+        pairs = [
+            ("protocol_version", protocol_version, PROTOCOL_VERSION),
+            ("model_fingerprint", fingerprint, self.model_fingerprint),
+            *(
+                (f"layout.{name}", getattr(layout, name), getattr(own, name))
+                for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")
+            ),
+        ]
+        for name, theirs, ours in pairs:
+            if theirs != ours:
+                return f"{name} is {theirs!r}, this worker's is {ours!r}"
+        return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

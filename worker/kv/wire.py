@@ -1,0 +1,62 @@
+"""The wire layout of KV: rows of one layer to bytes and back, independent of blocks."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import torch
+
+from legato.kernels.kv_pack import kv_pack, kv_unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from legato.worker.kv.cache import KvCache, KvShape
+
+# A message stays far below every limit on the way, and one chunk is under a millisecond's work.
+MAX_CHUNK_BYTES = 1 << 20
+
+if sys.byteorder != "little":
+    raise ImportError("the KV wire layout is little-endian; this machine is not")
+
+
+def row_bytes(shape: KvShape) -> int:
+    """K and V of one token in one layer."""
+    return 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+
+
+def tokens_per_chunk(shape: KvShape) -> int:
+    """Most tokens that fit into one chunk."""
+    return max(1, MAX_CHUNK_BYTES // row_bytes(shape))
+
+
+def slots_of(blocks: Sequence[int], block_size: int, start: int, num_tokens: int) -> Tensor:
+    """Slots of tokens `start : start + num_tokens` of the owner of `blocks`: [n] int64."""
+    positions = torch.arange(start, start + num_tokens)
+    return torch.tensor(blocks)[positions // block_size] * block_size + positions % block_size
+
+
+def checksum(data: bytes) -> int:
+    """CRC32C."""
+    return int(google_crc32c.value(data))
+
+
+def read_rows(cache: KvCache, layer: int, slots: Tensor) -> bytes:
+    """[2, n, num_kv_heads, head_dim] of one layer, C order, as bytes. Waits for the device."""
+    rows = kv_pack(cache.k[layer], cache.v[layer], slots.to(cache.k[layer].device))
+    return rows.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def write_rows(cache: KvCache, layer: int, slots: Tensor, data: bytes) -> None:
+    """The inverse of `read_rows`; when it returns, every thread and stream sees the rows."""
+    shape = cache.shape
+    device = cache.k[layer].device
+    rows = torch.frombuffer(bytearray(data), dtype=shape.dtype)
+    rows = rows.view(2, len(slots), shape.num_kv_heads, shape.head_dim).to(device)
+    kv_unpack(rows, cache.k[layer], cache.v[layer], slots.to(device))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,43 @@
+"""The load report: one WorkerLoad from pool, engine and transfers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from legato.protos import common_pb2
+
+if TYPE_CHECKING:
+    from legato.worker.config import Role
+    from legato.worker.engine import EngineStats
+    from legato.worker.handoff.transfer_counters import TransferCounters
+    from legato.worker.kv.block_pool import PoolUsage
+
+
+def worker_load(
+    role: Role,
+    usage: PoolUsage,
+    stats: EngineStats,
+    transfers: TransferCounters,
+    num_landing: int,
+) -> common_pb2.WorkerLoad:
+    """Gauges and counters; an engine's steps are of its worker's role."""
+    load = common_pb2.WorkerLoad(
+        total_blocks=usage.total,
+        free_blocks=usage.free,
+        reserved_blocks=usage.reserved,
+        held_blocks=usage.held,
+        running=stats.running,
+        waiting=stats.waiting,
+        transferring=transfers.sending + num_landing,
+        waiting_tokens=stats.waiting_tokens,
+        kv_bytes_sent=transfers.bytes_sent,
+        kv_bytes_received=transfers.bytes_received,
+        kv_transfers_completed=transfers.completed,
+        kv_transfers_failed=transfers.failed,
+        kv_chunks_refused=transfers.chunks_refused,
+    )
+    if role == "prefill":
+        load.prefill_steps, load.prefill_tokens = stats.steps, stats.tokens
+    else:
+        load.decode_steps, load.decode_tokens = stats.steps, stats.tokens
+    return load

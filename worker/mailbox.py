@@ -1,0 +1,63 @@
+"""Mailbox: what the engine tells the call that owns a sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legato.worker.sampler import Sampled
+    from legato.worker.sequence import FinishReason
+
+
+class EngineDiedError(Exception):
+    """The engine failed at something that is its own fault; the process ends."""
+
+
+@dataclass(frozen=True)
+class JoinedEvent:
+    """The sequence is in the batch of the step that now begins."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One sampled token, with the sequence's figures as they stood after that step."""
+
+    sampled: Sampled
+    index: int  # in the answer, from 0
+    finish_reason: FinishReason | None
+    num_forwards: int
+    model_s: float
+    wait_s: float  # submitted until its first step began
+
+
+EngineEvent = JoinedEvent | TokenEvent
+
+
+class Mailbox:
+    """Used on the event loop only. It never holds more than one event a token."""
+
+    def __init__(self) -> None:
+        self._events: list[EngineEvent] = []
+        self._failure: EngineDiedError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, event: EngineEvent) -> None:
+        """Adds an event and wakes the reader."""
+        self._events.append(event)
+        self._changed.set()
+
+    def fail(self, failure: EngineDiedError) -> None:
+        """Makes the next `take` raise."""
+        self._failure = failure
+        self._changed.set()
+
+    async def take(self) -> list[EngineEvent]:
+        """All events since the last call, at least one; raises EngineDiedError."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+        events, self._events = self._events, []
+        return events

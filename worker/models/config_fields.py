@@ -1,0 +1,75 @@
+"""ConfigFields: a model file's settings, read with their types checked."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from legato.worker.weights.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ConfigFields:
+    """Reads values by name; a null counts as absent. Every error names the file and the field.
+
+    `prefix` is put before each name in messages and look-ups ("llama." in GGUF).
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str, prefix: str = "") -> None:
+        self.where = where
+        self._values = values
+        self._prefix = prefix
+
+    def get(self, name: str) -> object:
+        """The raw value, or None."""
+        return self._values.get(self._prefix + name)
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        """An error about field `name`."""
+        return CheckpointError(f"{self.where}: {self._prefix}{name} {problem}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number; required where `default` is None."""
+        value = self.get(name)
+        if value is None:
+            if default is None:
+                raise self.error(name, "is missing")
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(name, f"must be a whole number, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0; required where `default` is None."""
+        value = self.get(name)
+        if value is None:
+            if default is None:
+                raise self.error(name, "is missing")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, f"must be a number, got {value!r}")
+        if 0 < value <= sys.float_info.max:
+            return float(value)
+        raise self.error(name, f"must be a finite number above 0, got {value!r}")
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; required where `default` is None."""
+        value = self.get(name)
+        if value is None:
+            if default is None:
+                raise self.error(name, "is missing")
+            return default
+        if not isinstance(value, str):
+            raise self.error(name, f"must be a string, got {value!r}")
+        return value

@@ -1,0 +1,164 @@
+"""WorkerNode: one loaded model with its pool, engine, hand-off and services, wired together."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from legato.protos import kv_transfer_pb2_grpc, worker_pb2_grpc
+from legato.worker.engine import Engine
+from legato.worker.handoff.peers import PeerChannels
+from legato.worker.handoff.receiver import KvReceiver
+from legato.worker.handoff.sender import KvSender
+from legato.worker.handoff.tickets import TicketBook
+from legato.worker.handoff.transfer_counters import TransferCounters
+from legato.worker.identity import Identity
+from legato.worker.kv.block_pool import BlockPool
+from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.kv.pager import KvPager
+from legato.worker.load import worker_load
+from legato.worker.scheduling.decode import DecodeScheduler
+from legato.worker.scheduling.prefill import PrefillScheduler
+from legato.worker.services.control import ControlService
+from legato.worker.services.decode import DecodeService
+from legato.worker.services.kv_transfer import KvTransferService
+from legato.worker.services.prefill import PrefillService
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    import grpc
+
+    from legato.protos import common_pb2
+    from legato.worker.config import WorkerConfig
+    from legato.worker.engine import SampleFunction
+    from legato.worker.lifecycle import Lifecycle
+    from legato.worker.loading import LoadedModel
+    from legato.worker.scheduling.step import Scheduler
+
+
+@dataclass(frozen=True)
+class WorkerNode:
+    """The parts that outlive a call."""
+
+    identity: Identity
+    lifecycle: Lifecycle
+    pool: BlockPool
+    cache: KvCache
+    engine: Engine
+    tickets: TicketBook
+    pager: KvPager
+    peers: PeerChannels
+    transfers: TransferCounters
+
+    @classmethod
+    def build(
+        cls,
+        config: WorkerConfig,
+        loaded: LoadedModel,
+        *,
+        lifecycle: Lifecycle,
+        sample: SampleFunction,
+        loop: asyncio.AbstractEventLoop,
+        on_failure: Callable[[BaseException], None],
+    ) -> WorkerNode:
+        """Allocates the pool and wires everything; starts nothing.
+
+        Raises:
+            ValueError: the context or the memory given does not fit the model.
+        """
+        model = loaded.model.config
+        shape = KvShape(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            dtype=loaded.dtype,
+        )
+        num_blocks = shape.num_blocks(config.kv_memory_bytes)
+        if num_blocks < 1:
+            raise ValueError(
+                f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
+                f"one of {config.block_size} tokens takes {shape.bytes_per_block} bytes"
+            )
+        pool = BlockPool(num_blocks)
+        scheduler: Scheduler = (
+            PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
+            if config.role == "prefill"
+            else DecodeScheduler(config.block_size, config.max_batch_size)
+        )
+        cache = KvCache(shape, num_blocks, loaded.device)
+        return cls(
+            identity=Identity(
+                worker_id=f"{config.role}-{uuid.uuid4().hex}",
+                role=config.role,
+                model_fingerprint=loaded.fingerprint,
+                model=model,
+                context_length=_context_length(config, model.context_length),
+                kv_shape=shape,
+                total_blocks=num_blocks,
+            ),
+            lifecycle=lifecycle,
+            pool=pool,
+            cache=cache,
+            engine=Engine(
+                model=loaded.model,
+                cache=cache,
+                scheduler=scheduler,
+                sample=sample,
+                device=loaded.device,
+                loop=loop,
+                on_failure=on_failure,
+                counts_prompt_tokens=config.role == "prefill",
+            ),
+            tickets=TicketBook(pool, config.block_size),
+            pager=KvPager(cache),
+            peers=PeerChannels(),
+            transfers=TransferCounters(),
+        )
+
+    def load(self) -> common_pb2.WorkerLoad:
+        """As of now."""
+        return worker_load(
+            self.identity.role,
+            self.pool.usage(),
+            self.engine.stats(),
+            self.transfers,
+            self.tickets.num_landing,
+        )
+
+    def add_services(self, server: grpc.aio.Server, begin_drain: Callable[[], None]) -> None:
+        """Registers all four; one that the role does not serve says so."""
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(
+            PrefillService(
+                self.identity,
+                self.lifecycle,
+                self.engine,
+                KvSender(self.identity, self.pager, self.peers, self.transfers),
+            ),
+            server,
+        )
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(
+            DecodeService(self.identity, self.lifecycle, self.engine, self.tickets), server
+        )
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(
+            KvTransferService(self.identity.role, self._new_receiver), server
+        )
+        worker_pb2_grpc.add_WorkerControlServicer_to_server(
+            ControlService(self.identity, self.lifecycle, self.load, begin_drain), server
+        )
+
+    def _new_receiver(self) -> KvReceiver:
+        return KvReceiver(self.identity, self.tickets, self.pager, self.transfers)
+
+
+def _context_length(config: WorkerConfig, model_limit: int) -> int:
+    if config.context_length is None:
+        return model_limit
+    if config.context_length > model_limit:
+        raise ValueError(
+            f"context_length {config.context_length} exceeds the model's own {model_limit}"
+        )
+    return config.context_length

@@ -1,0 +1,99 @@
+"""Sequence: one request's tokens and progress inside one worker's engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.sampling_params import SamplingParams
+
+
+class FinishReason(Enum):
+    """Why an answer ended."""
+
+    STOP = auto()
+    LENGTH = auto()
+
+
+class SequenceState(Enum):
+    """Where a sequence stands; it only moves forward."""
+
+    WAITING = auto()  # queued, nothing computed
+    RUNNING = auto()  # in the schedule: its blocks are pinned by the engine
+    DONE = auto()  # out of the schedule: finished here, or removed
+
+    def can_become(self, target: SequenceState) -> bool:
+        """Whether `target` may follow."""
+        return (self, target) in {
+            (SequenceState.WAITING, SequenceState.RUNNING),
+            (SequenceState.WAITING, SequenceState.DONE),
+            (SequenceState.RUNNING, SequenceState.DONE),
+        }
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Owned by the engine thread once submitted.
+
+    `token_ids` is the prompt and every token emitted so far. KV exists for the first
+    `num_computed` of them; the last emitted token has none until a decode step processes it.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    eos_token_ids: frozenset[int]
+    num_computed: int = 0
+    lease: BlockLease | None = None
+    state: SequenceState = SequenceState.WAITING
+    num_forwards: int = 0
+    model_s: float = 0.0
+    submitted_at_s: float = 0.0
+    first_step_at_s: float | None = None
+    # Ids that may not be sampled before min_tokens; they are also what ends the answer after it.
+    end_token_ids: frozenset[int] = field(init=False)
+    # Kept apart as well, because the sampler wants them at every step without a copy.
+    prompt_token_ids: list[int] = field(init=False)
+    output_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.end_token_ids = eos | self.params.stop_token_ids
+        self.prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
+        self.output_token_ids = self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Emitted so far; also the index in the answer of the next token."""
+        return len(self.output_token_ids)
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """What the next token must not be."""
+        if self.num_output_tokens < self.params.min_tokens:
+            return self.end_token_ids
+        return frozenset()
+
+    def move_to(self, target: SequenceState) -> None:
+        """Changes the state and keeps the engine's pin in step with it."""
+        assert self.state.can_become(target), f"{self.state} cannot become {target}"
+        assert self.lease is not None or target is SequenceState.DONE, "running without blocks"
+        if target is SequenceState.RUNNING and self.lease is not None:
+            self.lease.acquire()
+        if self.state is SequenceState.RUNNING and self.lease is not None:
+            self.lease.drop()
+        self.state = target
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Adds a sampled token; returns why the answer ends with it, or None."""
+        index = self.num_output_tokens
+        self.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
+        if token_id in self.end_token_ids and index >= self.params.min_tokens:
+            return FinishReason.STOP
+        if index + 1 >= self.params.max_tokens:
+            return FinishReason.LENGTH
+        return None

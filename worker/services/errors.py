@@ -1,0 +1,76 @@
+"""CallError: a gRPC status and one clear sentence, and the decorator that sends it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from legato.worker.mailbox import EngineDiedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any, NoReturn
+
+_log = logging.getLogger(__name__)
+Service = TypeVar("Service")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+class CallError(Exception):
+    """Ends a call with `code`."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def invalid(message: str) -> CallError:
+    """INVALID_ARGUMENT: `message` names field, value and limit."""
+    return CallError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def wrong_role(rpc: str, role: str) -> CallError:
+    """FAILED_PRECONDITION: the worker does not serve that RPC."""
+    return CallError(grpc.StatusCode.FAILED_PRECONDITION, f"{rpc} is not served by a {role} worker")
+
+
+def reports_errors(
+    handler: Callable[
+        [Service, Request, grpc.aio.ServicerContext[Any, Any]], Coroutine[Any, Any, Response]
+    ],
+) -> Callable[
+    [Service, Request, grpc.aio.ServicerContext[Any, Any]], Coroutine[Any, Any, Response]
+]:
+    """Turns a handler's exceptions into statuses."""
+
+    @functools.wraps(handler)
+    async def reporting(
+        self: Service, request: Request, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Response:
+        try:
+            return await handler(self, request, context)
+        except CallError as error:
+            code, message = error.code, error.message
+        except EngineDiedError as error:
+            # The worker, not the request, is at fault: another worker can serve it.
+            code, message = grpc.StatusCode.UNAVAILABLE, str(error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            _log.exception("%s failed", handler.__qualname__)
+            code, message = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+        return await _abort(context, code, message)
+
+    return reporting
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, message: str
+) -> NoReturn:
+    await context.abort(code, message)
+    raise AssertionError("abort always raises")

@@ -1,0 +1,140 @@
+"""PrefillService: the Prefill call, which owns the prompt's blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from legato.protos import worker_pb2, worker_pb2_grpc
+from legato.worker.handoff.sender import HandoffError
+from legato.worker.kv.block_pool import blocks_for
+from legato.worker.lifecycle import NotReadyError
+from legato.worker.mailbox import TokenEvent
+from legato.worker.sequence import Sequence
+from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
+from legato.worker.services.messages import finish_reason, sampled_token
+from legato.worker.services.validation import (
+    check_lengths,
+    check_token_ids,
+    read_key,
+    read_sampling,
+)
+
+if TYPE_CHECKING:
+    from legato.worker.engine import Engine
+    from legato.worker.handoff.sender import KvSender
+    from legato.worker.identity import Identity
+    from legato.worker.lifecycle import Lifecycle
+    from legato.worker.mailbox import Mailbox
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
+    """Handlers write to their context instead of yielding: a cancel then ends them at once, and
+    their `finally` blocks run, wherever they wait.
+    """
+
+    def __init__(
+        self, identity: Identity, lifecycle: Lifecycle, engine: Engine, sender: KvSender
+    ) -> None:
+        self._identity = identity
+        self._lifecycle = lifecycle
+        self._engine = engine
+        self._sender = sender
+
+    @reports_errors
+    async def Prefill(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
+        self, request: worker_pb2.PrefillRequest, context: Context
+    ) -> None:
+        """FirstToken, then HandoffDone or HandoffFailed where a ticket was given."""
+        if self._identity.role != "prefill":
+            raise wrong_role("Prefill", self._identity.role)
+        sequence = self._read(request)
+        try:
+            with self._lifecycle.work():
+                mailbox = self._engine.submit(sequence)
+                try:
+                    await self._serve(request, context, sequence, mailbox)
+                finally:
+                    self._engine.release(sequence, mailbox)
+        except NotReadyError as error:
+            raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
+
+    async def _serve(
+        self,
+        request: worker_pb2.PrefillRequest,
+        context: Context,
+        sequence: Sequence,
+        mailbox: Mailbox,
+    ) -> None:
+        token = await _first_token(mailbox)
+        await context.write(
+            worker_pb2.PrefillEvent(
+                first_token=worker_pb2.FirstToken(
+                    token=sampled_token(token),
+                    wait_s=token.wait_s,
+                    model_s=token.model_s,
+                    prefill_forwards=token.num_forwards,
+                    finished=token.finish_reason is not None,
+                    finish_reason=finish_reason(token),
+                )
+            )
+        )
+        if token.finish_reason is not None or not request.HasField("ticket"):
+            return
+        assert sequence.lease is not None, "the first token is there, so the blocks are"
+        try:
+            result = await self._sender.send(
+                sequence.lease, len(request.token_ids), request.ticket, request.decode_address
+            )
+        except HandoffError as error:
+            event = worker_pb2.PrefillEvent(
+                handoff_failed=worker_pb2.HandoffFailed(decode_lost=True, reason=str(error))
+            )
+        else:
+            event = worker_pb2.PrefillEvent(
+                handoff_done=worker_pb2.HandoffDone(
+                    kv_bytes=result.kv_bytes, transfer_s=result.transfer_s
+                )
+            )
+        await context.write(event)
+
+    def _read(self, request: worker_pb2.PrefillRequest) -> Sequence:
+        """A valid request as a sequence; raises CallError naming field, value and limit."""
+        vocab_size = self._identity.model.vocab_size
+        key = read_key(request.key)
+        params = read_sampling(request.sampling, vocab_size)
+        num_tokens = len(request.token_ids)
+        check_lengths(
+            num_tokens, request.num_prompt_tokens, params.max_tokens, self._identity.context_length
+        )
+        check_token_ids("token_ids", request.token_ids, vocab_size)
+        check_token_ids("eos_token_ids", request.eos_token_ids, vocab_size)
+        block_size = self._identity.kv_shape.block_size
+        num_blocks = blocks_for(num_tokens, block_size)
+        if num_blocks > self._identity.total_blocks:
+            raise CallError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"token_ids has {num_tokens} ids and needs {num_blocks} blocks of {block_size} "
+                f"tokens; this worker has {self._identity.total_blocks} in all",
+            )
+        if request.HasField("ticket"):
+            if read_key(request.ticket.key) != key:
+                raise invalid("ticket.key is not the request's key")
+            if not request.decode_address:
+                raise invalid("decode_address is empty, a ticket needs one")
+        return Sequence(
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=params,
+            eos_token_ids=frozenset(request.eos_token_ids),
+        )
+
+
+async def _first_token(mailbox: Mailbox) -> TokenEvent:
+    while True:
+        for event in await mailbox.take():
+            if isinstance(event, TokenEvent):
+                return event

@@ -1,0 +1,168 @@
+"""GgufCheckpoint: a llama.cpp file, served under Hugging Face's names and in its row order."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from legato.worker.models.gguf_config import gguf_model_config
+from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.convert import convert
+from legato.worker.weights.fingerprint import fingerprint
+from legato.worker.weights.gguf_header import GgufHeader
+from legato.worker.weights.llama_tensors import check_shapes, join_names, shape_error
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from legato.worker.weights.stored_tensor import StoredTensor
+
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+ROPE_FREQS = "rope_freqs.weight"
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GgufCheckpoint:
+    """Everything that the header can tell is checked at construction; weights are read lazily."""
+
+    def __init__(self, file: Path) -> None:
+        """Reads the header and, where there is one, the little tensor rope_freqs.weight.
+
+        Raises:
+            CheckpointError: naming file, tensor or key, and what is wrong.
+        """
+        self._file = file
+        header = GgufHeader.read(file)
+        by_gguf_name = {tensor.name: tensor for tensor in header.tensors}
+        for tensor in header.tensors:
+            if tensor.dtype not in FLOAT_DTYPES and tensor.dtype not in QUANTISED_TYPES:
+                raise CheckpointError(
+                    f"{file}: tensor {tensor.name} has type {tensor.dtype}; supported are "
+                    f"{', '.join((*FLOAT_DTYPES, *QUANTISED_TYPES))}"
+                )
+        if "token_embd.weight" not in by_gguf_name:
+            raise CheckpointError(f"{file}: tensor token_embd.weight is missing")
+        self._data = np.memmap(file, dtype=np.uint8, mode="r")
+        rope_freqs = by_gguf_name.get(ROPE_FREQS)
+        self.config = self._file_config = gguf_model_config(
+            header.metadata,
+            tensor_names=by_gguf_name.keys(),
+            vocab_size=by_gguf_name["token_embd.weight"].shape[0],
+            rope_freqs=None if rope_freqs is None else self._divisors(rope_freqs),
+            where=str(file),
+        )
+        self._all_tensors = header.tensors
+        self._tensors = {
+            hugging_face_name(tensor.name): tensor
+            for tensor in header.tensors
+            if tensor.name != ROPE_FREQS  # now part of the config
+        }
+        check_shapes(
+            self.config,
+            {name: tensor.shape for name, tensor in self._tensors.items()},
+            dict.fromkeys(self._tensors, str(file)),
+            str(file),
+        )
+        self._read: set[str] = set()
+        self._fingerprint: str | None = None
+
+    @property
+    def native_dtype(self) -> torch.dtype:
+        """That of the matrices; bfloat16 where one of them is quantised."""
+        types = {tensor.dtype for tensor in self._tensors.values() if len(tensor.shape) > 1}
+        if types <= {"F16"}:
+            return torch.float16
+        return torch.float32 if types <= {"F32"} else torch.bfloat16
+
+    @property
+    def fingerprint(self) -> str:
+        """See `legato.worker.weights.fingerprint`; taken at first use."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self._file_config, self._all_tensors)
+        return self._fingerprint
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Reads and dequantises one tensor on the CPU, as `Checkpoint.tensor` says."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self._file}: tensor {name} is missing from the checkpoint")
+        if stored.shape != shape:
+            raise shape_error(str(self._file), name, stored.shape, shape)
+        values = self._dequantized(stored)
+        if ".q_proj." in name:
+            values = halves_from_pairs(values, self.config.num_heads)
+        elif ".k_proj." in name:
+            values = halves_from_pairs(values, self.config.num_kv_heads)
+        self._read.add(name)
+        return convert(values, dtype, file=str(self._file), name=f"{name} ({stored.name})")
+
+    def finish(self) -> None:
+        """Raises CheckpointError naming tensors that were never read."""
+        unread = self._tensors.keys() - self._read
+        if unread:
+            raise CheckpointError(f"{self._file}: the model never read tensor {join_names(unread)}")
+
+    def _divisors(self, rope_freqs: StoredTensor) -> list[float]:
+        values = self._dequantized(rope_freqs).float()
+        if values.dim() != 1 or not bool(((values >= 1) & values.isfinite()).all()):
+            raise CheckpointError(
+                f"{self._file}: tensor {ROPE_FREQS} must be a list of finite numbers of at least 1"
+            )
+        return values.tolist()
+
+    def _dequantized(self, stored: StoredTensor) -> Tensor:
+        """The tensor's values in float32, or in its own dtype where that is a float."""
+        raw = np.array(self._data[stored.start : stored.stop])  # a copy: torch wants it writable
+        float_dtype = FLOAT_DTYPES.get(stored.dtype)
+        if float_dtype is not None:
+            return torch.from_numpy(raw).view(float_dtype).reshape(stored.shape)
+        ggml_type = GGMLQuantizationType[stored.dtype]
+        block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
+        rows = raw.reshape(-1, stored.shape[-1] // block_elements * block_bytes)
+        return torch.from_numpy(dequantize(rows, ggml_type)).reshape(stored.shape)
+
+
+def hugging_face_name(name: str) -> str:
+    """The name that Hugging Face's Llama gives to GGUF's tensor; unknown names stay as they are."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.{kind}"
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _IN_LAYER:
+        return name
+    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+
+
+def halves_from_pairs(rows: Tensor, num_heads: int) -> Tensor:
+    """Undoes GGUF's row order of Q and K: [num_heads * head_dim, ...] in and out.
+
+    GGML rotates neighbouring rows (0, 1), (2, 3), …; Hugging Face rotates row i of a head with
+    row i + head_dim / 2. So GGUF files interleave the two halves of every head.
+    """
+    head_dim = rows.shape[0] // num_heads
+    pairs = rows.reshape(num_heads, head_dim // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(rows.shape)
