@@ -37,6 +37,11 @@ class TextDelta(Protocol):
 class TextSource(Protocol):
     """Tokens to text, stop strings applied; `legato.cluster.text.answer_text.AnswerText`."""
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, at a push or only at `finish`."""
+        ...
+
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Takes the next tokens."""
         ...
@@ -86,7 +91,6 @@ class Answer:
             )
         ids = [token.token_id for token in tokens]
         text = self._text.push(ids)
-        self.stopped_by = text.stop
         if text.stop is not None:
             tokens, ids = tokens[: text.num_tokens_consumed], ids[: text.num_tokens_consumed]
         self.token_ids += ids
@@ -95,4 +99,5 @@ class Answer:
             delta.logprobs.extend(token.logprobs for token in tokens)
         if finished and text.stop is None:
             delta.text += self._text.finish()
+        self.stopped_by = self._text.stop
         return delta

@@ -6,26 +6,29 @@ import asyncio
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from legato.cluster.error_status import with_status
-from legato.cluster.errors import invalid
+from legato.cluster.errors import invalid, unavailable
 from legato.cluster.pool_view import ROLES
 from legato.cluster.worker_view import ViewState
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     import grpc
 
     from legato.cluster.control_plane import Role
     from legato.cluster.router import Router
 
 CONTROL_TIMEOUT_S = 2.0  # for status: an answer without the controller is better than none
-SCALE_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 8.0  # less than a client waits
 MAX_POOL_SIZE = 1024
 DEFAULT_DRAIN_S = 10.0
 MAX_DRAIN_S = 600.0
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ScalePoolResponse:
         """See cluster.proto."""
         targets = read_targets(request)
-        result = await asyncio.wait_for(self._router.control.scale(targets), SCALE_TIMEOUT_S)
+        result = await _asked(self._router.control.scale(targets))
         return cluster_pb2.ScalePoolResponse(
             targets=[
                 cluster_pb2.PoolTarget(role=ROLES[role], target=target)
@@ -91,7 +94,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             drain_s = DEFAULT_DRAIN_S
         if not math.isfinite(drain_s) or not 0 <= drain_s <= MAX_DRAIN_S:
             raise invalid(f"drain_timeout_s is {drain_s}; it must be from 0 to {MAX_DRAIN_S:g}")
-        await asyncio.wait_for(self._router.control.shutdown(drain_s), SCALE_TIMEOUT_S)
+        await _asked(self._router.control.shutdown(drain_s))
         return cluster_pb2.ShutdownResponse()
 
     async def _pools(self) -> list[cluster_pb2.PoolStatus]:
@@ -141,6 +144,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 )
             )
         return pools
+
+
+async def _asked(call: Coroutine[Any, Any, T]) -> T:
+    """The controller's answer, within a bound."""
+    try:
+        return await asyncio.wait_for(call, COMMAND_TIMEOUT_S)
+    except TimeoutError:
+        raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
 
 
 def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:

@@ -166,13 +166,12 @@ class PoolView:
             self._chore(self._control.report_lost(view.worker_id, reason))
             self.changed()
 
-    def note_failure(self, view: WorkerView, request_id: str, reason: str) -> None:
-        """A call failed on a worker that may still be well: avoid it until its next report."""
+    def note_failure(self, view: WorkerView, request_id: str) -> None:
+        """A call failed on a worker that may still be well: nothing new goes there until it
+        reports. It may only have begun to drain; `_accept` judges.
+        """
         view.full = True
         view.failed_requests.add(request_id)
-        if len(view.failed_requests) >= FAILED_REQUESTS_LIMIT:
-            view.failed_requests.clear()
-            self.lose(view, f"{FAILED_REQUESTS_LIMIT} requests in a row failed; last: {reason}")
 
     def check_silence(self) -> None:
         """Loses every worker that has not reported for too long. Called at least each 0.25 s.
@@ -247,6 +246,12 @@ class PoolView:
             )
         if report.phase == common_pb2.WORKER_PHASE_DEAD:
             self.lose(view, "it reports that its engine is dead")
+        elif (
+            report.phase == common_pb2.WORKER_PHASE_READY
+            and len(view.failed_requests) >= FAILED_REQUESTS_LIMIT
+        ):
+            self.lose(view, f"{len(view.failed_requests)} requests in a row failed")
+            view.failed_requests.clear()
         self.changed()
 
     async def _report(self, view: WorkerView, reason: str) -> None:

@@ -106,7 +106,7 @@ async def live(life: Life, admission: Admission, pool: PoolView, max_attempts: i
         finally:
             placement.release()
         if isinstance(last, WorkerFailedError):
-            pool.note_failure(last.view, life.spec.request_id, str(last))
+            pool.note_failure(last.view, life.spec.request_id)
             life.moves += 1
         else:
             last.view.full = True

@@ -159,7 +159,7 @@ class FakeWorker(
 
     async def _hand_off(self, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillEvent:
         await self._pause(self.handoff_s)
-        while self.faults.hold_handoff:
+        while self.faults.hold_handoff:  # noqa: ASYNC110  # a plain flag is easier on tests
             await asyncio.sleep(0.005)
         failed = worker_pb2.HandoffFailed
         if self.faults.fail_handoffs > 0:

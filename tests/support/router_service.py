@@ -45,6 +45,7 @@ class FakeAnswerText:
 
     def __init__(self, text: Any, stop: Sequence[str], min_tokens: int) -> None:  # noqa: ANN401
         self._stop, self._held = stop, ""
+        self.stop: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> FakeDelta:
         out = ""
@@ -52,6 +53,7 @@ class FakeAnswerText:
             self._held += chr(token_id)
             for stop in self._stop:
                 if self._held.endswith(stop):
+                    self.stop = stop
                     return FakeDelta(out + self._held[: -len(stop)], count, stop)
             while self._held and not any(s.startswith(self._held) for s in self._stop):
                 out, self._held = out + self._held[0], self._held[1:]

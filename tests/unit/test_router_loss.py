@@ -199,6 +199,23 @@ async def test_a_worker_that_fails_everybody_is_reported() -> None:
         assert "3 requests in a row failed" in service.control.lost[0][1]
 
 
+async def test_failures_while_a_worker_begins_to_drain_do_not_lose_it() -> None:
+    prefill, decodes = FakeWorker("prefill"), workers(1)
+    async with Service([prefill], decodes, max_attempts=1) as service:
+        running = asyncio.create_task(collect(service, ask("hello", 100)))
+        await running_on(decodes)
+        prefill.faults.fail_prefills = 3
+        prefill.prefill_s = 0.1
+        late = [asyncio.create_task(collect(service, ask(f"late {n}", 3))) for n in range(3)]
+        await until(lambda: len(prefill.prefills) == 4)
+        prefill.phase = common_pb2.WORKER_PHASE_DRAINING
+        await asyncio.wait(late)
+        assert all(isinstance(task.exception(), grpc.aio.AioRpcError) for task in late)
+        await asyncio.sleep(0.1)
+        assert service.control.lost == []
+        assert (await running).finish.timings.attempts == 1
+
+
 async def test_no_worker_left_ends_within_the_bound_naming_the_pool() -> None:
     decodes = workers(1)
     async with Service([FakeWorker("prefill")], decodes, worker_wait_s=0.5) as service:
@@ -258,9 +275,13 @@ async def test_a_gap_in_the_indices_is_an_internal_error_and_no_token_follows_it
     decodes[0].faults.skip_index = 5
     async with Service([FakeWorker("prefill")], decodes) as service:
         token_ids: list[int] = []
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
+
+        async def read() -> None:
             async for response in service.client.generate(ask("hello", 20)):
-                token_ids += response.delta.token_ids
+                token_ids.extend(response.delta.token_ids)
+
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read()
         assert raised.value.code() is grpc.StatusCode.INTERNAL
         assert "the log has it as" in (raised.value.details() or "")
         assert "Traceback" not in (raised.value.details() or "")
