@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
+    # This one decides how long a ping may stay unanswered; its default is a minute.
+    ("grpc.http2.ping_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A view is one process: its connection is never shared with another at the same address.
