@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
+from legato.cluster.demo_model import find_demo_model
 from legato.cluster.errors import ServiceError
 from legato.cluster.placement import place
 from legato.cluster.pool import ControllerOptions
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from legato.cluster.actors import RayService
     from legato.cluster.config import ServiceConfig
 
+DEMO_MODEL = "demo"  # the word that stands for the packaged model
 POLL_S = 0.1
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
@@ -81,13 +83,14 @@ class Owner:
         """
         config = self._config
         check_port(config.router.host, config.router.port)
+        source = str(find_demo_model()) if config.model == DEMO_MODEL else config.model
         ray_address = self._ray_address()
         prepare_environment()
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
         from legato.cluster.actors import RayService, RouterPlan, WorkerPlan, resolve_model_path
 
         try:
-            model_path = resolve_model_path(config.model)
+            model_path = resolve_model_path(source)
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error
         self._check_stop()
@@ -110,10 +113,10 @@ class Owner:
         except ValueError as error:
             raise ServiceError(str(error)) from error
         # Nodes have files of their own: there a hub id is looked up again, by each.
-        everywhere = facts.num_nodes == 1 or Path(config.model).exists()
+        everywhere = facts.num_nodes == 1 or Path(source).exists()
         service.launch(
             WorkerPlan(
-                model=str(model_path) if everywhere else config.model,
+                model=str(model_path) if everywhere else source,
                 engine=config.engine,
                 placement=placement,
                 spread=facts.num_nodes > 1,

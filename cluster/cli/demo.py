@@ -35,10 +35,8 @@ def demo(
 
         legato demo --prompt "Write a haiku about the sea."
     """
-    from legato.cluster.demo_model import find_demo_model
-
     config = ServiceConfig(
-        model=str(find_demo_model()),
+        model="demo",
         engine=EngineOptions(kv_memory_bytes=KV_MEMORY_BYTES),
         router=RouterOptions(port=0),
     )

@@ -193,7 +193,7 @@ def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
         for worker in pool.workers:
             load = worker.load
             table.add_row(
-                worker.worker_id,
+                short_id(worker.worker_id),
                 _phase(worker.phase),
                 worker.address,
                 str(worker.pid or ""),
@@ -203,6 +203,12 @@ def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
                 f"{load.prefill_tokens + load.decode_tokens:,}",
             )
     return table
+
+
+def short_id(worker_id: str) -> str:
+    """Role and the first eight digits: enough to tell workers apart; --json has all of it."""
+    role, _, digits = worker_id.partition("-")
+    return f"{role}-{digits[:8]}" if digits else worker_id
 
 
 def _role(role: int) -> str:

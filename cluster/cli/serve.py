@@ -99,8 +99,6 @@ def serve(
 
         legato serve --model org/name --ray-address auto --device cuda
     """
-    from legato.cluster.demo_model import find_demo_model
-
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise typer.BadParameter(
             f"must be auto, float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype"
@@ -115,7 +113,7 @@ def serve(
             f"must be at least 1 byte, got {kv_memory}", param_hint="--kv-memory"
         )
     config = ServiceConfig(
-        model=str(find_demo_model()) if model == "demo" else model,
+        model=model,
         prefill_workers=prefill,
         decode_workers=decode,
         ray_address=ray_address,

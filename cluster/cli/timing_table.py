@@ -20,11 +20,11 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
     rows = [
         ("time to first token", _ms(times.ttft_s), "on the router's clock"),
         ("  queue", _ms(times.queue_s), "tokenising included"),
-        ("  ticket", _ms(times.ticket_s), "KV room promised by the decode worker"),
+        ("  ticket", _ms(times.ticket_s), "decode promises KV room"),
         (
             "  prefill",
             _ms(times.prefill_s),
-            f"waiting {_ms(times.prefill_wait_s)}, the model {_ms(times.prefill_model_s)}",
+            f"the model {_ms(times.prefill_model_s)}",
         ),
         ("hand-off", _ms(times.handoff_s), f"on the wire {_ms(times.kv_transfer_s)}"),
         ("decode", _ms(times.decode_s), f"the model {_ms(times.decode_model_s)}"),
@@ -46,7 +46,7 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
         (
             "KV handed over",
             _bytes(times.kv_bytes_handed_over),
-            f"{times.prefill_worker} → {times.decode_worker}" if times.decode_worker else "",
+            "prefill → decode, over gRPC" if times.kv_bytes_handed_over else "",
         ),
     ]
     return rows
@@ -70,4 +70,4 @@ def _ms(seconds: float) -> str:
 
 
 def _bytes(count: int) -> str:
-    return f"{count / (1 << 20):.2f} MiB ({count:,} bytes)"
+    return f"{count:,} bytes"
