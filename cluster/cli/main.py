@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import cast
 
 import typer
 
@@ -13,10 +14,12 @@ from legato.cluster.cli.operate import scale, status, stop
 from legato.cluster.cli.serve import serve
 from legato.cluster.errors import ServiceError
 
+# Typer shows these in a box of seven lines, and has no public name for all of them.
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+
 app = typer.Typer(
     name="legato",
     help="LLM serving with prefill and decode on separate workers.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -27,7 +30,8 @@ for _command in (serve, generate, status, scale, stop, demo):
 
 
 @app.callback(invoke_without_command=True)
-def version(
+def top(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     """LLM serving with prefill and decode on separate workers."""
@@ -36,26 +40,34 @@ def version(
 
         print(legato_version())
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
     """Runs the command line; one line on stderr and a non-zero code where something is wrong."""
     try:
-        app()
+        code = app(prog_name="legato", standalone_mode=False)
     except ServiceError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
+        _fail(str(error), 1)
+    except typer.Abort:  # Ctrl-C
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output has left (`legato generate … | head`). What is still buffered
         # goes nowhere, quietly.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "legato"
+        sentence = error.format_message() if hasattr(error, "format_message") else str(error)
+        _fail(f"{sentence} (see `{command} --help`)", 2)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int) -> None:
     print(f"legato: {message}", file=sys.stderr)
-    sys.exit(1)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
