@@ -1,0 +1,264 @@
+"""The whole service as a user starts it: Ray, router, controller and workers in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from served import END_TIMEOUT_S, Served, legato
+from tiny_models import make_llama_folder
+
+from legato.cluster.client import Client
+from legato.cluster.ray_temp import parent_folder
+from legato.protos import common_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.integration
+
+SMALL = ("--kv-memory", "16MiB", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama_folder(tmp_path_factory.mktemp("ray") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with Served(log, "--model", str(model), *SMALL) as service:
+        yield service
+
+
+def temp_folders() -> set[Path]:
+    return set(parent_folder().glob("legato-*"))
+
+
+def ask(client: Client, text: str, max_tokens: int) -> list[int]:
+    request = generation_pb2.GenerateRequest(
+        text=text,
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+    )
+    responses = list(client.generate(request, timeout_s=120))
+    assert responses[-1].finish.usage.completion_tokens == max_tokens
+    return [token for response in responses for token in response.delta.token_ids]
+
+
+def wait_for(client: Client, prefill: int, decode: int) -> None:
+    deadline_s = time.monotonic() + 90
+    while True:
+        pools = client.status().pools
+        if [(len(p.workers), p.ready) for p in pools] == [(prefill, prefill), (decode, decode)]:
+            return
+        assert time.monotonic() < deadline_s, pools
+        time.sleep(0.1)
+
+
+def test_answers_come_from_two_processes_over_grpc(served: Served) -> None:
+    with Client(served.address) as client:
+        request = generation_pb2.GenerateRequest(
+            text="hello",
+            sampling=common_pb2.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True),
+        )
+        timings = list(client.generate(request, timeout_s=60))[-1].finish.timings
+        assert (timings.prefill_forwards, timings.decode_forwards) == (1, 7)
+        assert timings.kv_bytes_handed_over > 0
+        workers = {w.worker_id: w for pool in client.status().pools for w in pool.workers}
+        assert workers.keys() == {timings.prefill_worker, timings.decode_worker}
+        pids = {worker.pid for worker in workers.values()} | {served.process.pid}
+        assert len(pids) == 3
+        assert all(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_the_commands_work_on_it(served: Served) -> None:
+    at = ("--address", served.address)
+    answer = legato("generate", "hi", "--max-tokens", "4", "--temperature", "0", *at)
+    again = legato("generate", "hi", "--max-tokens", "4", "--temperature", "0", *at)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout == again.stdout
+    assert "ready" in legato("status", *at).stdout
+    busy = legato("serve", "--model", "demo", "--port", served.address.rpartition(":")[2])
+    assert busy.returncode == 1
+    assert busy.stderr.count("\n") == 1
+    assert "is in use" in busy.stderr
+
+
+def test_only_loopback_is_listened_on_by_our_own_servers(served: Served) -> None:
+    with Client(served.address) as client:
+        ours = {w.address for pool in client.status().pools for w in pool.workers}
+    ports = {int(address.rpartition(":")[2]) for address in ours | {served.address}}
+    listeners = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in served.descendants
+        if process.is_running()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
+    }
+    assert listeners == {("127.0.0.1", port) for port in ports}
+
+
+def test_pools_grow_and_shrink_and_running_streams_finish(served: Served) -> None:
+    with Client(served.address) as client:
+        alone = [ask(client, f"prompt {i}", 200) for i in range(4)]
+        assert client.scale({"decode": 2}) == {"prefill": 1, "decode": 2}
+        wait_for(client, 1, 2)
+        with ThreadPoolExecutor(4) as threads:
+            streams = [threads.submit(ask, client, f"prompt {i}", 200) for i in range(4)]
+            client.scale({"decode": 1})
+            assert [stream.result(120) for stream in streams] == alone
+        wait_for(client, 1, 1)
+        served.note_descendants()
+
+
+def test_a_killed_worker_is_replaced(served: Served) -> None:
+    with Client(served.address) as client:
+        before = ask(client, "again", 16)
+        (worker,) = client.status().pools[1].workers
+        os.kill(worker.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 5
+        while any(w.worker_id == worker.worker_id for w in client.status().pools[1].workers):
+            assert time.monotonic() < deadline_s, "the death was not noticed"
+            time.sleep(0.05)
+        wait_for(client, 1, 1)
+        assert ask(client, "again", 16) == before
+        served.note_descendants()
+
+
+def test_a_stopped_worker_is_ended_and_replaced(served: Served) -> None:
+    with Client(served.address) as client:
+        (worker,) = client.status().pools[1].workers
+        stopped = psutil.Process(worker.pid)
+        stopped.suspend()
+        deadline_s = time.monotonic() + 15
+        while any(w.worker_id == worker.worker_id for w in client.status().pools[1].workers):
+            assert time.monotonic() < deadline_s, "the hang was not noticed"
+            time.sleep(0.1)
+        # It must not stay behind with its memory, as Ray alone would leave it.
+        psutil.wait_procs([stopped], timeout=10)
+        assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
+        wait_for(client, 1, 1)
+        assert len(ask(client, "again", 16)) == 16
+        served.note_descendants()
+
+
+def test_stop_ends_everything(served: Served) -> None:
+    # The last one: it ends the service that the tests above share.
+    with Client(served.address) as client, ThreadPoolExecutor(1) as threads:
+        stream = threads.submit(ask, client, "still running", 100)
+        while not client.status().router.in_flight and not stream.done():
+            time.sleep(0.01)
+        ended = legato("stop", "--address", served.address, "--drain", "60")
+        assert (ended.returncode, ended.stdout) == (0, "stopped\n")
+        assert len(stream.result(1)) == 100
+    assert served.process.wait(END_TIMEOUT_S) == 0
+    assert served.survivors(10) == []
+    assert "Traceback" not in served.output
+
+
+def test_ctrl_c_ends_everything(model: Path, tmp_path: Path) -> None:
+    before = temp_folders()
+    with Served(tmp_path / "log", "--model", str(model), *SMALL) as service:
+        assert len(temp_folders() - before) == 1
+        service.interrupt()
+        assert service.process.wait(END_TIMEOUT_S) == 0
+        assert service.survivors(10) == []
+    assert temp_folders() <= before
+    assert "Traceback" not in service.output
+
+
+def test_nothing_outlives_a_killed_owner_for_long(model: Path, tmp_path: Path) -> None:
+    with Served(tmp_path / "log", "--model", str(model), *SMALL) as service:
+        service.process.kill()
+        service.process.wait()
+        assert service.survivors(60) == []
+
+
+def test_a_bad_model_ends_the_start_with_the_reason(model: Path, tmp_path: Path) -> None:
+    absent = legato("serve", "--model", str(tmp_path / "absent"), "--port", "0")
+    assert absent.returncode == 1
+    assert str(tmp_path / "absent") in absent.stderr
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        data = file.read_bytes()
+        cut = len(data) - 1000 if file.suffix == ".safetensors" else len(data)
+        (broken / file.name).write_bytes(data[:cut])
+    refused = legato("serve", "--model", str(broken), "--port", "0", *SMALL)
+    assert refused.returncode == 1
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("legato: ")
+    assert "model.safetensors" in last
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_dead_ray_address_is_an_error_within_seconds() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        started_s = time.monotonic()
+        words = ("serve", "--model", "demo", "--port", "0", "--ray-address")
+        for env, given in (({}, address), ({"RAY_ADDRESS": address}, "auto")):
+            failed = legato(*words, given, env=env)
+            assert failed.returncode == 1
+            assert failed.stderr.startswith(f"legato: no Ray cluster answers at {address}")
+        assert time.monotonic() - started_s < 60
+
+
+@contextmanager
+def ray_head(tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of one node with one CPU, as an operator starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--head", "--port", str(port), "--num-cpus", "1", "--include-dashboard", "false"]
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    with (tmp_path / "ray.log").open("w") as log:
+        head = subprocess.Popen(
+            [str(Path(sys.executable).parent / "ray"), "start", *words, "--block"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+        )
+    try:
+        deadline_s = time.monotonic() + 60
+        while "ray start --address" not in (tmp_path / "ray.log").read_text():
+            assert time.monotonic() < deadline_s, (tmp_path / "ray.log").read_text()
+            assert head.poll() is None, (tmp_path / "ray.log").read_text()
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path: Path) -> None:
+    env = {"RAY_AUTH_MODE": "disabled"}
+    with ray_head(tmp_path) as ray_address:
+        join = ("--model", str(model), "--ray-address", ray_address, *SMALL)
+        # Two workers of one CPU each do not fit: said while waiting, and at the end.
+        small = legato("serve", "--port", "0", *join, "--start-timeout", "8", env=env)
+        assert small.returncode == 1
+        assert "waiting for 1 CPU: the cluster has 1, 0 of them free" in small.stderr
+        fits = (*join, "--worker-cpus", "0.5")
+        with Served(tmp_path / "log", *fits, env=env) as service, Client(service.address) as client:
+            workers = [w for pool in client.status().pools for w in pool.workers]
+            assert len(ask(client, "hello", 8)) == 8
+            ended = legato("stop", "--address", service.address)
+            assert (ended.returncode, ended.stdout) == (0, "stopped\n")
+            processes = [psutil.Process(w.pid) for w in workers if psutil.pid_exists(w.pid)]
+            _, alive = psutil.wait_procs(processes, timeout=10)
+            assert alive == []
+        probe = legato("serve", "--port", "0", "--model", "/absent", "--ray-address", ray_address)
+        assert "/absent" in probe.stderr  # it got past the check that the cluster answers

@@ -1,0 +1,91 @@
+"""Served: `legato serve` as a user runs it, in a process of its own, for end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Self
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+COMMAND = (sys.executable, "-m", "legato.cluster.cli.main")
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 60.0
+
+
+def legato(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs one command to its end."""
+    return subprocess.run(
+        [*COMMAND, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_TIMEOUT_S,
+        env={**os.environ, **(env or {})},
+    )
+
+
+class Served:
+    """Started at construction, ended with the block; `address` once it is ready."""
+
+    def __init__(self, log: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*COMMAND, "serve", "--port", "0", *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C goes to the whole group, as in a terminal
+                env={**os.environ, **(env or {})},
+            )
+        self.address = self._wait_until_ready()
+        self.descendants = psutil.Process(self.process.pid).children(recursive=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    @property
+    def output(self) -> str:
+        """All it has printed."""
+        return self._log.read_text()
+
+    def note_descendants(self) -> None:
+        """Adds processes that were started later."""
+        self.descendants += psutil.Process(self.process.pid).children(recursive=True)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def survivors(self, timeout_s: float) -> list[str]:
+        """Processes that still run `timeout_s` from now, or [] as soon as none does."""
+        _, alive = psutil.wait_procs(self.descendants, timeout_s)
+        return [f"{process.pid} {process.name()}" for process in alive]
+
+    def _wait_until_ready(self) -> str:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if found := re.search(r"ready at (\S+)", self.output):
+                return found[1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.1)
+        self.process.kill()
+        raise RuntimeError(f"legato serve did not become ready:\n{self.output}")
