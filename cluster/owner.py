@@ -85,7 +85,7 @@ class Owner:
         check_port(config.router.host, config.router.port)
         source = str(find_demo_model()) if config.model == DEMO_MODEL else config.model
         ray_address = self._ray_address()
-        prepare_environment()
+        prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
         from legato.cluster.actors import RayService, RouterPlan, WorkerPlan, resolve_model_path
 

@@ -8,17 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "legato.cluster.cli.main")
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This one, with the link tree in front, so that an uninstalled checkout works too."""
+    links = str(ROOT / "build" / "ns")
+    path = os.pathsep.join(p for p in (links, os.environ.get("PYTHONPATH", "")) if p)
+    return {**os.environ, "PYTHONPATH": path, **(more or {})}
 
 
 def legato(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,7 +37,7 @@ def legato(*words: str, env: Mapping[str, str] | None = None) -> subprocess.Comp
         text=True,
         check=False,
         timeout=START_TIMEOUT_S,
-        env={**os.environ, **(env or {})},
+        env=environment(env),
     )
 
 
@@ -44,7 +52,7 @@ class Served:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C goes to the whole group, as in a terminal
-                env={**os.environ, **(env or {})},
+                env=environment(env),
             )
         self.address = self._wait_until_ready()
         self.descendants = psutil.Process(self.process.pid).children(recursive=True)

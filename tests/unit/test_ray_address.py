@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import socket
 import time
 from concurrent import futures
@@ -11,7 +10,6 @@ import pytest
 
 from legato.cluster.errors import ServiceError
 from legato.cluster.ray_address import probe_ray, resolve_ray_address, running_cluster
-from legato.cluster.ray_temp import RayTemp, remove_abandoned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,19 +70,3 @@ def test_another_grpc_server_is_no_ray_head() -> None:
             probe_ray(f"127.0.0.1:{port}")
     finally:
         server.stop(0).wait(5)
-
-
-def test_folders_of_killed_owners_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
-    alive = RayTemp(tmp_path)
-    abandoned = tmp_path / "legato-abc"
-    abandoned.mkdir()
-    (abandoned / "owner.lock").touch()
-    foreign = tmp_path / "legato-other"  # without a lock: not ours
-    foreign.mkdir()
-    assert remove_abandoned(tmp_path) == [abandoned]
-    assert alive.path.is_dir()
-    assert foreign.is_dir()
-    with (alive.path / "owner.lock").open() as lock, pytest.raises(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    alive.remove()
-    assert list(tmp_path.iterdir()) == [foreign]
