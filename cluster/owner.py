@@ -99,7 +99,7 @@ class Owner:
         if ray_address is None:
             self._progress.state("starting Ray")
             self._temp = RayTemp()
-            facts = service.start_own(self._temp.path, num_workers + 2)
+            facts = service.start_own(self._temp.ray_folder, num_workers + 2)
             self._progress.stage("Ray started")
         else:
             self._progress.state(f"joining Ray at {ray_address}")

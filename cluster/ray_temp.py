@@ -13,7 +13,7 @@ from pathlib import Path
 from legato.cluster import janitor
 
 _PREFIX = "legato-"
-# Ray adds up to 75 characters for its sockets, whose paths may have 107 bytes at most.
+# Ray and we add up to 90 characters for its sockets, whose paths may have 107 bytes at most.
 _MAX_PARENT_LENGTH = 12
 _JANITOR_TIMEOUT_S = 30.0
 
@@ -40,6 +40,11 @@ class RayTemp:
             cwd="/",
         )
         os.environ[janitor.MARK] = str(self.path)
+
+    @property
+    def ray_folder(self) -> Path:
+        """For Ray itself, which opens it to everybody; the folder around it is ours alone."""
+        return self.path / "r"
 
     def remove(self) -> None:
         """Removes the folder, and whatever has not ended yet; returns when that is done."""
