@@ -132,8 +132,6 @@ def _prompt(
             prompt = request.token_ids.ids
             if not prompt:
                 raise invalid("token_ids is empty, limit at least 1 token")
-            _check_length(len(prompt), limits)
-            check_token_ids("token_ids", prompt, limits.vocab_size)
         case "messages":
             messages = request.messages.messages
             _check_messages(messages, text)
@@ -146,6 +144,8 @@ def _prompt(
         case _:
             raise invalid("prompt is not set, limit exactly one of text, token_ids, messages")
     _check_length(len(prompt), limits)
+    # Of a text, an id outside means that the tokenizer is larger than the model.
+    check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits.vocab_size)
     return prompt
 
 
@@ -153,7 +153,7 @@ def _check_messages(messages: Sequence[generation_pb2.ChatMessage], text: ModelT
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise invalid(f"messages has {len(messages)} entries, limit [1, {MAX_MESSAGES}]")
     for index, message in enumerate(messages):
-        if message.role not in text.chat_roles:
+        if text.has_chat_template and message.role not in text.chat_roles:
             raise invalid(
                 f"messages[{index}].role is {shown(message.role)}, "
                 f"limit one of {', '.join(text.chat_roles)}"
