@@ -115,14 +115,16 @@ class SafeEncoder:
         pieces: list[str] = []
         last = 0
         for mark in sorted(marks):
-            pieces += (content[last:mark], marker)
+            # A control string of one character has no inside: two marks behind it say it is plain.
+            single = content[mark - 1 : mark] in self._alias
+            pieces += (content[last:mark], marker * 2 if single else marker)
             last = mark
         return "".join([*pieces, content[last:]])
 
     def _arm(self, text: str, marker: str = "") -> str:
         def alias(found: re.Match[str]) -> str:
-            # A control string of one character has no inside: its mark follows it.
-            marked = marker and len(found[0]) == 1 and text.startswith(marker, found.end())
+            # One mark behind a control string of one character may belong to what follows it.
+            marked = marker and len(found[0]) == 1 and text.startswith(marker * 2, found.end())
             return found[0] if marked else self._alias[found[0]]
 
         return text if self._control is None else self._control.sub(alias, text)

@@ -169,9 +169,9 @@ def little_memory() -> Iterator[None]:
 )  # fmt: skip
 @pytest.mark.usefixtures("little_memory")
 def test_endless_and_huge_templates_are_stopped(source: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     sentence = refusal(source, time_limit_s=0.3)
-    assert time.monotonic() - start < 5  # generous; the point is that it ends at all
+    assert time.process_time() - start < 10  # generous; the point is that it ends at all
     assert "MemoryError" not in sentence
 
 

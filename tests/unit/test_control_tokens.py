@@ -24,8 +24,11 @@ def chat(*contents: str) -> list[generation_pb2.ChatMessage]:
 
 
 def byte_model(
-    folder: Path, template: str, special: tuple[str, ...] = (), **token: Any
-) -> ModelText:  # noqa: ANN401, E501  # an added token's flags
+    folder: Path,
+    template: str,
+    special: tuple[str, ...] = (),
+    **token: Any,  # noqa: ANN401  # an added token's flags
+) -> ModelText:
     """The byte tokenizer with this template and, from id 260 on, more control tokens."""
     write_byte_tokenizer(folder, chat_template=template)
     path = folder / "tokenizer_config.json"
@@ -97,11 +100,11 @@ def test_parse_special_tokens(tmp_path: Path, parse: bool) -> None:
 
 
 def test_control_tokens_of_one_character_and_that_overlap(tmp_path: Path) -> None:
-    model = byte_model(tmp_path, "¤{{ messages[0].content }}¤", ("¤", "aba", "abab"))
-    plain = "a¤bababa¤"
+    model = byte_model(tmp_path, "漢{{ messages[0].content }}漢", ("漢", "aba", "abab"))
+    plain = "a漢bababa漢"
     assert model.encode_text(plain) == list(plain.encode())
     assert read(model, model.encode_text(plain, parse_special_tokens=True)) == (
-        "a[[¤]]b[[abab]]a[[¤]]"
+        "a[[漢]]b[[abab]]a[[漢]]"
     )
     assert model.encode_chat(chat(plain)) == [260, *plain.encode(), 260]
 

@@ -155,7 +155,7 @@ def test_all_ids_that_end_an_answer(tmp_path: Path) -> None:
         ({"pre": "nosuch"}, "'nosuch' is not supported"),
         ({"tokens": None}, "tokens is missing"),
         ({"tokens": [1, 2]}, "no list of strings"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1], "merges": None}, "'a' twice"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1], "merges": ["a a"]}, "'a' twice"),
         ({"token_type": [1]}, "has 1 entries for 262 tokens"),
         ({"token_type": None}, "token_type is missing"),
         ({"merges": ["ab"]}, "not a pair"),

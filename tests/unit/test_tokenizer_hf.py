@@ -104,7 +104,8 @@ def test_exactly_one_bos(
         assert len(bos) == 1
         for parse in (False, True):
             ids = text.encode_text("hi", parse_special_tokens=parse)
-            assert ids.count(bos[0]) == wanted and (ids[0] == bos[0]) == wanted
+            assert ids.count(bos[0]) == wanted
+            assert (ids[0] == bos[0]) == wanted
             ids = text.encode_chat(user("hi"), parse_special_tokens=parse)
             assert ids.count(bos[0]) == (wanted or template_has_it)
             assert (ids[0] == bos[0]) == (wanted or template_has_it)
