@@ -48,6 +48,13 @@ def byte_level(*, nfc: bool = False) -> Tokenizer:
     return tokenizer
 
 
+def byte_level_in_sequence() -> Tokenizer:
+    """The same, with its decoder wrapped, so that nobody sees that tokens are bytes."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return tokenizer
+
+
 def sentencepiece_bpe() -> Tokenizer:
     """Llama 2's kind: visible spaces, single bytes as <0xNN>, a leading space."""
     learned = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -99,6 +106,7 @@ def word_piece() -> Tokenizer:
 KINDS = {
     "byte_level": byte_level,
     "byte_level_nfc": lambda: byte_level(nfc=True),
+    "byte_level_in_sequence": byte_level_in_sequence,
     "sentencepiece_bpe": sentencepiece_bpe,
     "unigram": unigram,
     "word_piece": word_piece,
