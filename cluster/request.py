@@ -74,6 +74,8 @@ def parse_request(
     Raises:
         RequestError: the status and a sentence naming field, value and limit.
     """
+    # Before every message is looked into.
+    _check_num_messages(request.messages.messages, least=0)
     check_known_fields(request)
     request_id = _request_id(request.request_id)
     _check_n(request)
@@ -150,14 +152,18 @@ def _prompt(
 
 
 def _check_messages(messages: Sequence[generation_pb2.ChatMessage], text: ModelText) -> None:
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise invalid(f"messages has {len(messages)} entries, limit [1, {MAX_MESSAGES}]")
+    _check_num_messages(messages, least=1)
     for index, message in enumerate(messages):
         if text.has_chat_template and message.role not in text.chat_roles:
             raise invalid(
                 f"messages[{index}].role is {shown(message.role)}, "
                 f"limit one of {', '.join(text.chat_roles)}"
             )
+
+
+def _check_num_messages(messages: Sequence[generation_pb2.ChatMessage], *, least: int) -> None:
+    if not least <= len(messages) <= MAX_MESSAGES:
+        raise invalid(f"messages has {len(messages)} entries, limit [1, {MAX_MESSAGES}]")
 
 
 def _check_chars(field: str, num_chars: int, max_chars: int, limits: ModelLimits) -> None:

@@ -167,7 +167,8 @@ async def attempt(life: Life, placement: Placement) -> Ending:
         _count_prefill(life.timings, first, len(token_ids))
         if first.finish_reason == common_pb2.FINISH_REASON_CANCELLED:
             raise WorkerFailedError(placement.prefill, "it ended the sequence early")
-        delta = answer.take([first.token], finished=first.finished)
+        # Without a decode worker this is the end, whatever prefill says of it.
+        delta = answer.take([first.token], finished=first.finished or decode is None)
         ended = first.finished or answer.stopped_by is not None
         if decode is None or placement.decode is None or ended:
             clock.enter(Phase.DELIVERY)

@@ -51,7 +51,7 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         within = (low <= value if low_allowed else low < value) and value <= high
         if asked.HasField(name) and not within:  # type: ignore[arg-type]  # the stub wants literals
             bracket = "[" if low_allowed else "("
-            raise invalid(f"sampling.{name} is {value:g}, limit {bracket}{low:g}, {high:g}]")
+            raise invalid(f"sampling.{name} is {value:.9g}, limit {bracket}{low:g}, {high:g}]")
     if asked.top_k < 0:
         raise invalid(f"sampling.top_k is {asked.top_k}, limit [0, {2**31 - 1}] (0 is off)")
     if asked.seed < 0:
@@ -72,7 +72,7 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
     check_token_ids("sampling.logit_bias", asked.logit_bias, vocab_size)
     for token_id, bias in asked.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
-            raise invalid(f"sampling.logit_bias[{token_id}] is {bias:g}, limit [-100, 100]")
+            raise invalid(f"sampling.logit_bias[{token_id}] is {bias:.9g}, limit [-100, 100]")
 
 
 def complete_sampling(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, nodes
 
 from legato.cluster.errors import RequestError, invalid
-from legato.cluster.text.template_sandbox import STEP, LimitError, TemplateSandbox
+from legato.cluster.text.template_bounds import BUDGET, LimitError, RenderBudget
+from legato.cluster.text.template_sandbox import TemplateSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ class ChatTemplate:
         self._time_limit_s = time_limit_s
         self._clock = clock
         self._sandbox = TemplateSandbox()
-        self._sandbox.filters["tojson"] = _to_json
+        self._sandbox.add_filter("tojson", _to_json)
         self._sandbox.globals["raise_exception"] = _raise_exception
         self._sandbox.globals["strftime_now"] = _strftime_now
         self._broken: str | None = None
@@ -49,13 +50,19 @@ class ChatTemplate:
             self._template = self._sandbox.from_string(source)
         except Exception as error:  # whatever a hostile source makes the compiler raise
             self._broken = _sentence(error)
+        self._constants: frozenset[str] = frozenset()
+        if self._broken is None:
+            constants = self._sandbox.parse(source).find_all(nodes.Const)
+            self._constants = frozenset(c.value for c in constants if isinstance(c.value, str))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All text that can come from the template itself, escapes resolved."""
+        return (self.source, *self._names.values(), *self._constants)
 
     def names_role(self, role: str) -> bool:
         """Whether the template has this word as a string of its own."""
-        if self._broken is not None:
-            return False
-        tree = self._sandbox.parse(self.source)
-        return any(constant.value == role for constant in tree.find_all(nodes.Const))
+        return role in self._constants
 
     def render(self, messages: Sequence[Mapping[str, str]], *, max_chars: int | None = None) -> str:
         """The prompt, with the opening of the assistant's answer at its end.
@@ -66,28 +73,23 @@ class ChatTemplate:
         if self._broken is not None:
             raise invalid(f"messages: the model's chat template is broken: {self._broken}")
         limit = min(MAX_RENDERED_CHARS, max_chars if max_chars is not None else MAX_RENDERED_CHARS)
-        deadline = self._clock() + self._time_limit_s
-
-        def step() -> None:
-            if self._clock() > deadline:
-                raise LimitError(f"it ran for more than {self._time_limit_s:g} s")
-
+        budget = RenderBudget(self._time_limit_s, self._clock)
         variables: dict[str, Any] = {
             **self._names,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": True,
             "tools": None,
             "documents": None,
-            STEP: step,
         }
         pieces: list[str] = []
         num_chars = 0
+        outside = BUDGET.set(budget)
         try:
             for piece in self._template.generate(variables):
                 num_chars += len(piece)
                 if num_chars > limit:
                     raise LimitError(f"it writes more than {limit} characters")
-                step()
+                budget.step()
                 pieces.append(piece)
         except RequestError:
             raise
@@ -99,6 +101,8 @@ class ChatTemplate:
             raise invalid(
                 f"messages: the model's chat template failed: {_sentence(error)}"
             ) from error
+        finally:
+            BUDGET.reset(outside)
         return "".join(pieces)
 
 

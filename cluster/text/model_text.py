@@ -15,7 +15,7 @@ from legato.cluster.text.safe_encoder import SafeEncoder
 from legato.cluster.text.token_table import TokenTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from legato.cluster.text.text_parts import TextParts
@@ -66,11 +66,19 @@ class ModelText:
         Raises:
             ValueError: naming the file and what is wrong with it.
         """
+        load: Callable[[Path], TextParts]
         if path.is_dir():
-            return cls(load_hf_text(path))
-        if path.is_file() and path.suffix == ".gguf":
-            return cls(load_gguf_text(path))
-        raise ValueError(f"{path}: no model there; a folder or a .gguf file is needed")
+            load = load_hf_text
+        elif path.is_file() and path.suffix == ".gguf":
+            load = load_gguf_text
+        else:
+            raise ValueError(f"{path}: no model there; a folder or a .gguf file is needed")
+        try:
+            return cls(load(path))
+        except ValueError as error:
+            if str(error).startswith(str(path)):
+                raise
+            raise ValueError(f"{path}: {error}") from error
 
     def encode_text(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
         """Tokenises raw text; exactly one BOS where the model wants one."""
@@ -98,7 +106,7 @@ class ModelText:
                 " `token_ids`, or serve a model that has a chat template",
             )
         contents = [message.content for message in messages]
-        marker = self._encoder.marker_for([*contents, self._template.source])
+        marker = self._encoder.marker_for([*contents, *self._template.texts])
         if not parse_special_tokens:
             contents = [self._encoder.disarm(content, marker) for content in contents]
         rendered = self._template.render(

@@ -6,15 +6,17 @@ import re
 import secrets
 from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models
 
 from legato.cluster.errors import invalid
+from legato.cluster.text.token_table import BYTE_ALPHABET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tokenizers import Tokenizer
 
+_UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}  # no text has the others
 # Private-use characters: none has a meaning that a prompt could need.
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -31,6 +33,7 @@ class SafeEncoder:
 
     def __init__(self, tokenizer: Tokenizer, special_ids: Iterable[int], last_id: int) -> None:
         self._tokenizer = tokenizer
+        self._lost_bytes = _lost_bytes(tokenizer)
         nonce = secrets.token_hex(16)
         flags = tokenizer.get_added_tokens_decoder()
         tokens = {
@@ -68,14 +71,17 @@ class SafeEncoder:
         self._tails = {text[size:] for text in self._alias for size in range(1, len(text))}
         self._longest = max(map(len, self._alias), default=0)
         # Some tokenizers build a control token from its plain characters all the same.
-        self._unsafe = _any_of([text for text in self._alias if not self._is_plain(text, tokens)])
+        unsafe = [text for text in self._alias if not self._is_plain(text, tokens)]
+        self._unsafe = _any_of(unsafe, ahead=True)
 
     def encode(self, text: str, *, parse_special_tokens: bool) -> list[int]:
         """Raw text; its control strings are genuine only if told so."""
+        self._check_bytes(text)
         return self._encode(self._arm(text) if parse_special_tokens else text)
 
     def encode_rendered(self, text: str, marker: str) -> list[int]:
         """A rendered template: control strings are genuine unless `disarm` marked them."""
+        self._check_bytes(text.replace(marker, ""))
         return self._encode(self._arm(text, marker).replace(marker, ""))
 
     def marker_for(self, texts: Iterable[str]) -> str:
@@ -104,29 +110,56 @@ class SafeEncoder:
                 marks.add(end - size + 1)
             if trimmed[:size] in self._tails:
                 marks.add(start + size - 1)
+        if len(trimmed) < self._longest - 1 and any(trimmed in text[1:-1] for text in self._alias):
+            marks.add(start + 1)  # the template may have both ends
         pieces: list[str] = []
         last = 0
         for mark in sorted(marks):
-            pieces += (content[last:mark], marker)
+            # A control string of one character has no inside: two marks behind it say it is plain.
+            single = content[mark - 1 : mark] in self._alias
+            pieces += (content[last:mark], marker * 2 if single else marker)
             last = mark
         return "".join([*pieces, content[last:]])
 
     def _arm(self, text: str, marker: str = "") -> str:
         def alias(found: re.Match[str]) -> str:
-            # A control string of one character has no inside: its mark follows it.
-            marked = marker and len(found[0]) == 1 and text[found.end() :][:1] == marker
+            # One mark behind a control string of one character may belong to what follows it.
+            marked = marker and len(found[0]) == 1 and text.startswith(marker * 2, found.end())
             return found[0] if marked else self._alias[found[0]]
 
         return text if self._control is None else self._control.sub(alias, text)
 
     def _encode(self, text: str) -> list[int]:
         if self._unsafe is not None:
-            text = self._unsafe.sub(lambda found: found[0][0] + self._break + found[0][1:], text)
+            text = self._break_up(text, self._unsafe)
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises nothing narrower
             raise invalid(f"the prompt cannot be tokenised: {str(error)[:200]}") from error
         return [self._real_id.get(id_, id_) for id_ in ids if id_ != self._break_id]
+
+    def _break_up(self, text: str, starts: re.Pattern[str]) -> str:
+        """A break behind the first character of every control string, overlapping ones too."""
+        pieces: list[str] = []
+        last = 0
+        for found in starts.finditer(text):
+            pieces += (text[last : found.start() + 1], self._break)
+            last = found.start() + 1
+        return "".join([*pieces, text[last:]])
+
+    def _check_bytes(self, text: str) -> None:
+        """BPE drops what it has no token for; a prompt with a hole is not what was asked."""
+        if not self._lost_bytes:
+            return
+        data = text.encode("utf-8", errors="surrogatepass")
+        if len(data.translate(None, self._lost_bytes)) == len(data):
+            return
+        for index, char in enumerate(text):
+            if any(byte in self._lost_bytes for byte in char.encode("utf-8", "surrogatepass")):
+                raise invalid(
+                    f"the prompt has U+{ord(char):04X} at character {index}, limit characters that"
+                    " the model's tokens can spell"
+                )
 
     def _is_plain(self, text: str, tokens: dict[int, AddedToken]) -> bool:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -141,6 +174,26 @@ class SafeEncoder:
             self._tokenizer.add_tokens([AddedToken(f"<|{nonce}-fill-{filler}|>", normalized=False)])
             if self._tokenizer.get_vocab_size() == before:
                 raise ValueError(f"tokenizer.json: ids up to {last_id} for {before} tokens")
+
+
+def _lost_bytes(tokenizer: Tokenizer) -> bytes:
+    """Bytes of UTF-8 that the tokenizer would leave out without a word.
+
+    Byte-level BPE has a token for each byte, but training keeps only those it saw: SmolLM's
+    lacks several control characters.
+    """
+    model = tokenizer.model
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel) or not isinstance(model, models.BPE):
+        return b""
+    if model.unk_token is not None:
+        return b""
+    in_added = "".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    kept = set(in_added.encode())
+    return bytes(
+        byte
+        for char, byte in BYTE_ALPHABET.items()
+        if model.token_to_id(char) is None and byte not in kept and byte in _UTF8_BYTES
+    )
 
 
 def _any_of(

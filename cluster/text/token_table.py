@@ -21,7 +21,7 @@ def byte_alphabet() -> dict[str, int]:
     return table
 
 
-_BYTES = byte_alphabet()
+BYTE_ALPHABET = byte_alphabet()
 
 
 class TokenTable:
@@ -84,6 +84,6 @@ class TokenTable:
 def _as_bytes(token: str) -> bytes:
     # Added tokens are written as plain text: a character outside the alphabet says so.
     try:
-        return bytes([_BYTES[char] for char in token])
+        return bytes([BYTE_ALPHABET[char] for char in token])
     except KeyError:
         return token.encode("utf-8")
