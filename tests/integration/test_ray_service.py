@@ -19,7 +19,6 @@ from served import END_TIMEOUT_S, Served, legato
 from tiny_models import make_llama_folder
 
 from legato.cluster.client import Client
-from legato.cluster.ray_temp import parent_folder
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Served(log, "--model", str(model), *SMALL) as service:
         yield service
-
-
-def temp_folders() -> set[Path]:
-    return set(parent_folder().glob("legato-*"))
 
 
 def ask(client: Client, text: str, max_tokens: int) -> list[int]:
@@ -168,24 +163,26 @@ def test_stop_ends_everything(served: Served) -> None:
 
 
 def test_ctrl_c_ends_everything(model: Path, tmp_path: Path) -> None:
-    before = temp_folders()
     with Served(tmp_path / "log", "--model", str(model), *SMALL) as service:
-        (folder,) = temp_folders() - before
+        folder = service.temp_folder()
         assert folder.stat().st_mode & 0o777 == 0o700  # Ray's own folders are open to everybody
         service.interrupt()
         assert service.process.wait(END_TIMEOUT_S) == 0
         assert service.survivors(10) == []
-    assert temp_folders() <= before
+    assert not folder.exists()
     assert "Traceback" not in service.output
 
 
 def test_nothing_outlives_a_killed_owner(model: Path, tmp_path: Path) -> None:
-    before = temp_folders()
     with Served(tmp_path / "log", "--model", str(model), *SMALL) as service:
+        folder = service.temp_folder()
         service.process.kill()
         service.process.wait()
         assert service.survivors(30) == []
-    assert temp_folders() <= before
+        deadline_s = time.monotonic() + 30  # the janitor has the last word
+        while folder.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+    assert not folder.exists()
 
 
 def test_a_bad_model_ends_the_start_with_the_reason(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
+from legato.cluster.janitor import MARK
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -81,6 +83,13 @@ class Served:
     def output(self) -> str:
         """All it has printed."""
         return self._log.read_text()
+
+    def temp_folder(self) -> Path:
+        """Of its Ray, as its processes carry it in their environment."""
+        for process in self.descendants:
+            if found := process.environ().get(MARK):
+                return Path(found)
+        raise RuntimeError(f"no process of {self.process.pid} carries {MARK}")
 
     def note_descendants(self) -> None:
         """Adds processes that were started later."""
