@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import cast
 
@@ -52,11 +51,6 @@ def main() -> None:
         _fail(str(error), 1)
     except typer.Abort:  # Ctrl-C
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has left (`legato generate … | head`). What is still buffered
-        # goes nowhere, quietly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "legato"

@@ -41,6 +41,14 @@ def legato(*words: str, env: Mapping[str, str] | None = None) -> subprocess.Comp
     )
 
 
+def runs(process: psutil.Process) -> bool:
+    """False once it has ended, whether or not its parent has taken note of that yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Served:
     """Started at construction, ended with the block; `address` once it is ready."""
 
@@ -84,7 +92,9 @@ class Served:
 
     def survivors(self, timeout_s: float) -> list[str]:
         """Processes that still run `timeout_s` from now, or [] as soon as none does."""
-        _, alive = psutil.wait_procs(self.descendants, timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while (alive := [p for p in self.descendants if runs(p)]) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
         return [f"{process.pid} {process.name()}" for process in alive]
 
     def _wait_until_ready(self) -> str:
