@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+import typer
+from fake_engine import fake_loaded, fake_sample
 from fake_worker import FakeWorker
 from local_service import LocalService, collect
 from local_service import request as greedy_request
@@ -15,9 +18,16 @@ from router_service import collect as collect_fake
 from tiny_models import make_llama_folder
 from worker_pair import running_pair
 
+from legato.cluster.cli.serve import parse_size
 from legato.cluster.sampling_rules import shown_float
 from legato.protos import worker_pb2
+from legato.worker.byte_size import parse_byte_size
+from legato.worker.config import WorkerConfig
+from legato.worker.server import WorkerServer
 from legato.worker.services import call_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.integration
 
@@ -96,3 +106,16 @@ async def test_a_ticket_that_is_never_used_ends_without_a_deadline(
 )
 def test_a_refused_number_is_shown_as_it_came(value: float, text: str) -> None:
     assert shown_float(value) == text
+
+
+async def test_more_kv_memory_than_the_machine_has_is_refused_before_any_is_taken() -> None:
+    config = WorkerConfig(model="fake", role="decode", kv_memory_bytes=1 << 60)
+    server = WorkerServer(config, fake_loaded(), sample=fake_sample)
+    with pytest.raises(ValueError, match=r"kv_memory_bytes is 1152921504606846976, limit \d+: the"):
+        await server.start()
+
+
+@pytest.mark.parametrize("parse", [parse_byte_size, parse_size])
+def test_a_size_of_too_many_digits_is_refused(parse: Callable[[str], int]) -> None:
+    with pytest.raises((ValueError, typer.BadParameter), match="9999"):
+        parse("9" * 400)
