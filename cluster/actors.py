@@ -432,6 +432,7 @@ class RayService:
         self._router: Any = None
         self._address_call: Any = None
         self._shutdown_call: Any = None
+        self._head: psutil.Process | None = None  # of our own Ray
         self._lifelines: dict[Any, str] = {}  # calls that end only where something is wrong
 
     def start_own(self, temp_dir: Path, num_actors: int) -> ClusterFacts:
@@ -447,6 +448,8 @@ class RayService:
             _temp_dir=str(temp_dir),
             _node_ip_address="127.0.0.1",
         )
+        children = psutil.Process().children()
+        self._head = next((child for child in children if child.name() == "gcs_server"), None)
         return self._facts(joined=False)
 
     def join(self, address: str) -> ClusterFacts:
@@ -477,6 +480,9 @@ class RayService:
 
     def failure(self) -> str:
         """Why the service cannot go on; empty while it can."""
+        # Ray itself gives up after a minute, and until then nothing lost is replaced.
+        if self._head is not None and not _lives(self._head):
+            return "Ray's head process (gcs_server) ended"
         done, _ = ray.wait(list(self._lifelines), timeout=0)
         for call in done:
             return f"{self._lifelines[call]} ended: {_outcome(call)}"
@@ -542,6 +548,13 @@ class RayService:
             num_gpus=resources.get("GPU", 0.0),
             num_cores=len(os.sched_getaffinity(0)),
         )
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _outcome(call: Any) -> str:  # noqa: ANN401  # Ray's references have no static type

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 10.0  # of every call but Generate
 CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # as all of our commands do: a service is near
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),

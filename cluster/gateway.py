@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from legato.cluster.cluster_service import ClusterService
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import ClientGoneError, unavailable
+from legato.cluster.malformed import RefuseMalformed
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ SERVER_OPTIONS = (
     # A second service on the port must fail to start, not share the port.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    # Calls that no handler has taken up yet. Above 1,000 of them gRPC would drop calls at random,
+    # as CANCELLED; our own queue refuses with a reason.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+    # Connections that never speak HTTP/2; two minutes by default.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Logprobs make answers large; there is no limit of ours on what we send.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_metadata_size", 16 * 1024),
@@ -110,7 +117,7 @@ class Gateway:
         Raises:
             OSError: naming the address.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationService(self._router), server
         )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "demo"  # the word that stands for the packaged model
 POLL_S = 0.1
+CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
 
@@ -166,7 +167,9 @@ class Owner:
                 self._await(service, service.begin_stop(), 0.0, signals)
         finally:
             if service is not None:
-                service.close()
+                # Ray waits for its own parts, and one that hangs is waited for without end.
+                with _Watchdog(CLOSE_TIMEOUT_S, "ending Ray"):
+                    service.close()
             if self._temp is not None:
                 self._temp.remove()
             self._ray = self._temp = None

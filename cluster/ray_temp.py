@@ -33,7 +33,7 @@ class RayTemp:
     def __init__(self, parent: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent or parent_folder()))
         self._janitor = subprocess.Popen(
-            [sys.executable, "-S", "-E", janitor.__file__, str(self.path)],
+            [sys.executable, "-S", "-E", janitor.__file__, str(self.path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in the terminal is not for it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import struct
 from typing import TYPE_CHECKING
 
 from legato.cluster.errors import invalid
@@ -39,6 +40,15 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
+def shown_float(value: float) -> str:
+    """The shortest text that reads back as this fp32: 1.0000001 must not be shown as 1."""
+    for digits in range(6, 9):
+        text = f"{value:.{digits}g}"
+        if struct.pack("f", float(text)) == struct.pack("f", value):
+            return text
+    return f"{value:.9g}"
+
+
 def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
     """Checks every field that needs no prompt; costs no more than the message is long.
 
@@ -51,7 +61,9 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         within = (low <= value if low_allowed else low < value) and value <= high
         if asked.HasField(name) and not within:  # type: ignore[arg-type]  # the stub wants literals
             bracket = "[" if low_allowed else "("
-            raise invalid(f"sampling.{name} is {value:.9g}, limit {bracket}{low:g}, {high:g}]")
+            raise invalid(
+                f"sampling.{name} is {shown_float(value)}, limit {bracket}{low:g}, {high:g}]"
+            )
     if asked.top_k < 0:
         raise invalid(f"sampling.top_k is {asked.top_k}, limit [0, {2**31 - 1}] (0 is off)")
     if asked.seed < 0:
@@ -72,7 +84,9 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
     check_token_ids("sampling.logit_bias", asked.logit_bias, vocab_size)
     for token_id, bias in asked.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
-            raise invalid(f"sampling.logit_bias[{token_id}] is {bias:.9g}, limit [-100, 100]")
+            raise invalid(
+                f"sampling.logit_bias[{token_id}] is {shown_float(bias)}, limit [-100, 100]"
+            )
 
 
 def complete_sampling(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # A stopped process or a cut cable is noticed within keepalive time + timeout.
 CHANNEL_OPTIONS = (
+    # HTTP proxies of the environment are for the world outside, never between our processes.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
     # This one decides how long a ping may stay unanswered; its default is a minute.

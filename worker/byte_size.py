@@ -18,7 +18,7 @@ _UNITS = {
 
 def parse_byte_size(text: str) -> int:
     """`1GiB`, `512 MiB`, `1.5GB` or plain bytes; raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"size must look like 1GiB, 512MiB or 1000000, got {text!r}")
     size = int(float(match[1]) * _UNITS[match[2].upper()])

@@ -25,6 +25,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # HTTP proxies of the environment are for the world outside, never between our processes.
+    ("grpc.enable_http_proxy", 0),
     # Two channels to one address are two connections: closing one never harms the other.
     ("grpc.use_local_subchannel_pool", 1),
 ]
@@ -32,6 +34,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.so_reuseport", 0),  # a taken port is an error, never shared
+    # Above 1,000 calls not yet taken up gRPC would drop calls at random, as CANCELLED.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),  # 0: never punish a client for its pings
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from legato.protos import kv_transfer_pb2_grpc, worker_pb2_grpc
 from legato.worker.engine import Engine
@@ -82,6 +85,13 @@ class WorkerNode:
             raise ValueError(
                 f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
                 f"one of {config.block_size} tokens takes {shape.bytes_per_block} bytes"
+            )
+        # Before anything is allocated: a machine short of memory kills others as well.
+        there = memory_bytes(loaded.device)
+        if config.kv_memory_bytes > there:
+            raise ValueError(
+                f"kv_memory_bytes is {config.kv_memory_bytes}, limit {there}: the memory of "
+                f"{'this machine' if loaded.device.type == 'cpu' else f'device {loaded.device}'}"
             )
         pool = BlockPool(num_blocks)
         scheduler: Scheduler = (
@@ -162,3 +172,10 @@ def _context_length(config: WorkerConfig, model_limit: int) -> int:
             f"context_length {config.context_length} exceeds the model's own {model_limit}"
         )
     return config.context_length
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All the memory there is, in use or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

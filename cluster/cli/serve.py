@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.owner import Owner
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _UNIT = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNIT |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}

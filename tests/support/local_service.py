@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
 
 
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
 ROLES = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
@@ -162,7 +163,7 @@ class LocalService:
         )
         self.address = await self.router.start()
         await self.publish()
-        self.channel = grpc.aio.insecure_channel(self.address)
+        self.channel = grpc.aio.insecure_channel(self.address, options=NO_PROXY)
         self.generation = generation_pb2_grpc.GenerationStub(self.channel)
         self.cluster = cluster_grpc.ClusterStub(self.channel)
         async with asyncio.timeout(30):
@@ -190,7 +191,7 @@ class LocalService:
         return list(await asyncio.gather(*(self._load(worker) for worker in self.workers)))
 
     async def _load(self, worker: LocalWorker) -> tuple[int, common_pb2.WorkerLoad]:
-        async with grpc.aio.insecure_channel(worker.address) as channel:
+        async with grpc.aio.insecure_channel(worker.address, options=NO_PROXY) as channel:
             watch = worker_pb2_grpc.WorkerControlStub(channel).WatchLoad(
                 worker_pb2.WatchLoadRequest(), timeout=10
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -122,3 +124,31 @@ def test_a_drain_that_never_answers_is_given_up(
     owner.end(2.0)
     assert ray.log == ["drain 2", "stop workers", "close"]
     assert now_s[0] == pytest.approx(2 + 5 + 5, abs=2)
+
+
+def test_a_ray_that_does_not_end_does_not_keep_the_owner() -> None:
+    # The end is this process's own, so it is another process's.
+    script = """
+import time
+from legato.cluster import owner
+from legato.cluster.config import ServiceConfig
+
+class Hangs:
+    def close(self):
+        time.sleep(60)
+
+owner.CLOSE_TIMEOUT_S = 0.2
+one = owner.Owner(ServiceConfig(model="m"), None, owner.StopSignal())
+one._ray = Hangs()
+one.end(None)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "ending Ray did not succeed within 0.2 s" in ended.stderr

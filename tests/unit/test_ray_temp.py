@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from legato.cluster.janitor import MARK, clean_up, marked_processes
+from legato.cluster.janitor import MARK, clean_up, marked_processes, writing_processes
 from legato.cluster.ray_temp import RayTemp
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ def test_an_orderly_end_leaves_nothing(tmp_path: Path) -> None:
     temp = RayTemp(tmp_path)
     assert os.environ[MARK] == str(temp.path)
     (temp.path / "session").mkdir()
-    temp.remove()
+    with (temp.path / "session" / "log").open("w"):  # as Ray's library holds one in the owner
+        temp.remove()
     assert list(tmp_path.iterdir()) == []
     assert MARK not in os.environ
     assert temp._janitor.returncode == 0
@@ -65,3 +66,28 @@ def test_a_killed_owner_is_cleaned_up_after(tmp_path: Path) -> None:
     while list(tmp_path.iterdir()):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+def test_the_janitor_ends_who_writes_into_the_folder_though_the_mark_is_gone(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    log, outside = folder / "log", tmp_path / "ab"
+    log.touch()
+    with log.open("w") as to_log, log.open() as from_log, outside.open("w") as elsewhere:
+        writer = subprocess.Popen(SLEEP, stdout=to_log)
+        spared = [
+            subprocess.Popen(SLEEP, stdin=from_log),  # somebody reads the log
+            subprocess.Popen(SLEEP, stdout=elsewhere),
+        ]
+    try:
+        assert writing_processes(folder) == [writer.pid]
+        clean_up(folder)
+        assert writer.wait(5) == -signal.SIGKILL
+        assert [process.poll() for process in spared] == [None, None]
+        assert not folder.exists()
+    finally:
+        for process in (writer, *spared):
+            process.kill()
+            process.wait()

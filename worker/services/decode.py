@@ -11,6 +11,7 @@ from legato.worker.handoff.tickets import NeverFitsError, NoRoomNowError, Ticket
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.mailbox import JoinedEvent, TokenEvent
 from legato.worker.sequence import Sequence
+from legato.worker.services.call_limit import limited
 from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
 from legato.worker.services.messages import finish_reason, sampled_token
 from legato.worker.services.validation import (
@@ -55,7 +56,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             with self._lifecycle.work():
                 ticket = self._reserve(command.reserve)
                 try:
-                    await self._serve(request_iterator, context, ticket)
+                    async with limited(context):
+                        await self._serve(request_iterator, context, ticket)
                 finally:
                     self._tickets.close(ticket)
         except NotReadyError as error:

@@ -12,6 +12,7 @@ from legato.worker.kv.block_pool import blocks_for
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.mailbox import TokenEvent
 from legato.worker.sequence import Sequence
+from legato.worker.services.call_limit import limited
 from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
 from legato.worker.services.messages import finish_reason, sampled_token
 from legato.worker.services.validation import (
@@ -56,7 +57,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             with self._lifecycle.work():
                 mailbox = self._engine.submit(sequence)
                 try:
-                    await self._serve(request, context, sequence, mailbox)
+                    async with limited(context):
+                        await self._serve(request, context, sequence, mailbox)
                 finally:
                     self._engine.release(sequence, mailbox)
         except NotReadyError as error:
