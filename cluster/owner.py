@@ -15,6 +15,7 @@ import grpc
 
 from legato.cluster.demo_model import find_demo_model
 from legato.cluster.errors import ServiceError
+from legato.cluster.heartbeat import SILENCE_S, Heartbeat
 from legato.cluster.placement import place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import probe_ray, resolve_ray_address, running_cluster
@@ -74,6 +75,7 @@ class Owner:
         self._stop = stop
         self._ray: RayService | None = None
         self._temp: RayTemp | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def start(self) -> str:
         """Returns the public address when every worker asked for is ready.
@@ -145,6 +147,10 @@ class Owner:
         while not self._stop.count:
             if failure := service.failure():
                 raise ServiceError(f"{failure}; ending the service")
+            if self._heartbeat is not None and self._heartbeat.silent_for_s > SILENCE_S:
+                raise ServiceError(
+                    f"the router has not answered for {SILENCE_S:g} s; ending the service"
+                )
             asked = service.shutdown_asked()
             if asked is not None:
                 return asked
@@ -159,6 +165,8 @@ class Owner:
     def end(self, drain_timeout_s: float | None) -> None:
         """Drains, then ends every process; None or a (further) signal: without delay."""
         service, signals = self._ray, self._stop.count
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         try:
             if service is not None and drain_timeout_s is not None:
                 self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
@@ -211,6 +219,7 @@ class Owner:
             self._progress.state(text)
             full = all(pool.ready == pool.target for pool in pools)
             if address is not None and full and _serves(address):
+                self._heartbeat = Heartbeat(dial_address(address))
                 return address
             if time.monotonic() > deadline_s:
                 raise ServiceError(f"not ready within --start-timeout {timeout_s:g} s: {text}")

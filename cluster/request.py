@@ -193,6 +193,12 @@ def _max_tokens(asked: common_pb2.SamplingParams, num_prompt: int, limits: Model
     # The last token's KV is never written, and a single token never leaves prefill.
     pool_room = limits.decode_kv_tokens - num_prompt + 1
     if not asked.HasField("max_tokens"):
+        if pool_room < min(2, room):
+            raise invalid(
+                f"prompt has {num_prompt} tokens, limit {limits.decode_kv_tokens - 1}: the KV "
+                f"pool of the largest decode worker, {limits.decode_kv_tokens} tokens, must hold "
+                "it and the answer (only max_tokens 1 needs no decode worker)"
+            )
         return max(1, min(DEFAULT_MAX_TOKENS, room, pool_room))
     max_tokens = min(asked.max_tokens, room)
     if max_tokens > max(1, pool_room):

@@ -152,11 +152,14 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most, >= 1. Default 256. Clamped so that prompt + output fits the
-    model's context.
+    """Tokens to generate at most, >= 1. Default 256, or what the context and the largest decode
+    worker's KV pool leave, if less. A larger number is clamped to the context; one whose answer
+    the pool could not hold is refused.
     """
     temperature: _builtins.float
-    """0 is greedy; default 1. Values in (0, 1e-5) are treated as greedy, so that no logit overflows."""
+    """In [0, 100]; 0 is greedy; default 1. Values in (0, 1e-5) are treated as greedy, so that no
+    logit overflows.
+    """
     top_p: _builtins.float
     """Nucleus mass in (0, 1]; default 1 (off)."""
     top_k: _builtins.int
@@ -164,7 +167,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the most likely one; in [0, 1]; default 0 (off)."""
     repetition_penalty: _builtins.float
-    """> 0; default 1 (off). Divides positive and multiplies negative logits of every token that
+    """In (0, 100]; default 1 (off). Divides positive and multiplies negative logits of every token that
     stands in the prompt or the output.
     """
     presence_penalty: _builtins.float

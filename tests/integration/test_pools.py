@@ -33,12 +33,13 @@ def pool(tokens: int) -> list[str]:
 async def test_what_never_fits_is_refused_at_once_and_blocks_nobody(folder: Path) -> None:
     oracle = load_oracle(folder)
     async with LocalService(folder, prefill_args=pool(512), decode_args=pool(256)) as service:
-        for prompt_tokens, max_tokens in ((300, 10), (250, 100), (256, 2)):
+        for prompt_tokens, max_tokens in ((300, 10), (250, 100), (256, 2), (300, None)):
             started = time.monotonic()
+            sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await collect(
                     service.generation.Generate(
-                        request([7] * prompt_tokens, max_tokens=max_tokens), timeout=20
+                        request([7] * prompt_tokens, **sampling), timeout=20
                     )
                 )
             assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT

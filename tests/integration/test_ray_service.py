@@ -185,6 +185,15 @@ def test_nothing_outlives_a_killed_owner(model: Path, tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_stopped_router_ends_the_service(model: Path, tmp_path: Path) -> None:
+    with Served(tmp_path / "log", "--model", str(model), *SMALL) as service:
+        (router,) = (p for p in service.descendants if "RouterActor" in " ".join(p.cmdline()))
+        router.suspend()
+        assert service.process.wait(END_TIMEOUT_S) == 1
+        assert service.survivors(30) == []
+    assert "the router has not answered for 10 s; ending the service" in service.output
+
+
 def test_a_bad_model_ends_the_start_with_the_reason(model: Path, tmp_path: Path) -> None:
     absent = legato("serve", "--model", str(tmp_path / "absent"), "--port", "0")
     assert absent.returncode == 1

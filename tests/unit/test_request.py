@@ -82,13 +82,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -INF}, "sampling.temperature is -inf, limit [0, 100]"),
     ({"temperature": -1}, "sampling.temperature is -1, limit [0, 100]"),
     ({"temperature": -1e-40}, "sampling.temperature is -"),
-    ({"temperature": 100.001}, "sampling.temperature is 100.000999, limit [0, 100]"),
+    ({"temperature": 100.001}, "sampling.temperature is 100.001, limit [0, 100]"),
     # top_p
     ({"top_p": 0}, "sampling.top_p is 0, limit (0, 1]"),
     ({"top_p": -0.0}, "sampling.top_p is -0, limit (0, 1]"),
     ({"top_p": -0.1}, "sampling.top_p is -0.1"),
     ({"top_p": NAN}, "sampling.top_p is nan, limit (0, 1]"),
-    ({"top_p": 1.0000001}, "sampling.top_p is 1.00000012, limit (0, 1]"),
+    ({"top_p": 1.0000001}, "sampling.top_p is 1.0000001, limit (0, 1]"),
     ({"top_p": INF}, "sampling.top_p is inf"),
     # top_k
     ({"top_k": -1}, f"sampling.top_k is -1, limit [0, {INT_MAX}] (0 is off)"),
@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "sampling.presence_penalty is 2.5, limit [-2, 2]"),
     ({"presence_penalty": -2.5}, "sampling.presence_penalty is -2.5, limit [-2, 2]"),
     ({"presence_penalty": NAN}, "sampling.presence_penalty is nan"),
-    ({"frequency_penalty": 2.0000002}, "sampling.frequency_penalty is 2.00000024, limit [-2, 2]"),
+    ({"frequency_penalty": 2.0000002}, "sampling.frequency_penalty is 2.0000002, limit [-2, 2]"),
     ({"frequency_penalty": -INF}, "sampling.frequency_penalty is -inf"),
     ({"frequency_penalty": NAN}, "sampling.frequency_penalty is nan"),
     # seed
@@ -139,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias[0] is -1, limit [0, 319]"),
     ({"logit_bias": {320: 1.0}}, "sampling.logit_bias[0] is 320, limit [0, 319]"),
     ({"logit_bias": {INT_MAX: 1.0}}, f"sampling.logit_bias[0] is {INT_MAX}"),
-    ({"logit_bias": {5: 100.001}}, "sampling.logit_bias[5] is 100.000999, limit [-100, 100]"),
+    ({"logit_bias": {5: 100.001}}, "sampling.logit_bias[5] is 100.001, limit [-100, 100]"),
     ({"logit_bias": {5: -101}}, "sampling.logit_bias[5] is -101, limit [-100, 100]"),
     ({"logit_bias": {5: NAN}}, "sampling.logit_bias[5] is nan"),
     ({"logit_bias": {5: INF}}, "sampling.logit_bias[5] is inf"),
@@ -317,7 +317,7 @@ POOLS = limits(context_length=512, prefill_kv_tokens=400, decode_kv_tokens=256)
     ("prompt", "max_tokens", "wanted"),
     [
         (300, 1, 1),  # never leaves prefill
-        (300, None, 1),
+        (300, None, "prompt has 300 tokens, limit 255: the KV pool of the largest decode worker"),
         (400, 1, 1),
         (401, 1, "prompt has 401 tokens, limit 400: the KV pool of the largest prefill worker"),
         (300, 2, "prompt of 300 tokens + max_tokens 2 - 1 needs 301 KV tokens, limit 256: the KV"),
