@@ -18,7 +18,7 @@ from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import SILENCE_S, Heartbeat
 from legato.cluster.placement import place
 from legato.cluster.pool import ControllerOptions
-from legato.cluster.ray_address import probe_ray, resolve_ray_address, running_cluster
+from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
 from legato.cluster.version import legato_version
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
@@ -108,7 +108,7 @@ class Owner:
             self._progress.state(f"joining Ray at {ray_address}")
             with _Watchdog(config.start_timeout_s, f"joining Ray at {ray_address}"):
                 facts = service.join(ray_address)
-            self._progress.stage(f"joined Ray at {ray_address}: {facts.num_nodes} nodes")
+            self._progress.stage(f"joined Ray at {ray_address}, nodes: {facts.num_nodes}")
         self._stop.install()
         self._check_stop()
         try:
@@ -190,13 +190,14 @@ class Owner:
 
     def _ray_address(self) -> str | None:
         if self._config.ray_address is None:
-            if other := running_cluster():
+            if (other := running_cluster()) and _is_ray(other):
                 self._progress.stage(
                     f"a Ray cluster at {other} is not used; --ray-address auto would join it"
                 )
             return None
         address = resolve_ray_address(self._config.ray_address)
-        probe_ray(address)
+        if probe_ray(address):
+            bring_token(address)
         return address
 
     def _wait_until_ready(self, service: RayService) -> str:
@@ -233,6 +234,14 @@ class Owner:
         if self._ray is None:
             raise RuntimeError("the service has not been started")
         return self._ray
+
+
+def _is_ray(address: str) -> bool:
+    try:
+        probe_ray(resolve_ray_address(address), timeout_s=1.0)
+    except ServiceError:
+        return False
+    return True
 
 
 class _Watchdog:

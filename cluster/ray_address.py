@@ -16,15 +16,25 @@ from legato.cluster.errors import ServiceError
 
 DEFAULT_RAY_PORT = 6379
 PROBE_TIMEOUT_S = 5.0
-# Where `ray start` leaves the address of the cluster that this machine belongs to.
-_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+# Where Ray looks for the token of a cluster that wants one, if no variable says otherwise.
+_TOKEN_FILE = Path("~/.ray/auth_token")
 _HOW_TO_START = (
     "start one with `ray start --head`, or leave out --ray-address to use a Ray of our own"
 )
 
 
-def running_cluster(current_cluster: Path = _CURRENT_CLUSTER) -> str | None:
-    """The cluster that "auto" means: RAY_ADDRESS, else the one started on this machine."""
+def current_cluster_file() -> Path:
+    """Where `ray start` leaves the address of the cluster that this machine belongs to."""
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+
+
+def running_cluster(current_cluster: Path | None = None) -> str | None:
+    """The cluster that "auto" means: RAY_ADDRESS, else the one started on this machine.
+
+    It may be dead: an address outlives its cluster.
+    """
+    if current_cluster is None:
+        current_cluster = current_cluster_file()
     address = os.environ.get("RAY_ADDRESS", "").strip()
     if address and address != "auto":
         return address
@@ -33,7 +43,7 @@ def running_cluster(current_cluster: Path = _CURRENT_CLUSTER) -> str | None:
     return None
 
 
-def resolve_ray_address(given: str, current_cluster: Path = _CURRENT_CLUSTER) -> str:
+def resolve_ray_address(given: str, current_cluster: Path | None = None) -> str:
     """host:port for what `--ray-address` says.
 
     Raises:
@@ -59,8 +69,8 @@ def resolve_ray_address(given: str, current_cluster: Path = _CURRENT_CLUSTER) ->
     return address
 
 
-def probe_ray(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-    """Checks that a Ray head answers at `address`.
+def probe_ray(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Checks that a Ray head answers at `address`; True where it wants a token.
 
     Raises:
         ServiceError: saying what is there instead.
@@ -79,9 +89,30 @@ def probe_ray(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         try:
             check(b"", timeout=timeout_s)
         except grpc.RpcError as error:
-            # A head with token authentication refuses us; `ray.init` will bring the token.
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                return
+                return True
             raise ServiceError(
                 f"what listens at {address} is no Ray head ({error.code().name})"
             ) from error
+    return False
+
+
+def bring_token(address: str, token_file: Path = _TOKEN_FILE) -> None:
+    """Has Ray show its token to a cluster that wants one. Must run before `ray` is imported.
+
+    Raises:
+        ServiceError: there is none to show; Ray itself would try for ever.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE")
+    has_token = (
+        "RAY_AUTH_TOKEN" in os.environ
+        or "RAY_AUTH_TOKEN_PATH" in os.environ
+        or token_file.expanduser().is_file()
+    )
+    if mode not in (None, "token") or not has_token:
+        raise ServiceError(
+            f"the Ray cluster at {address} wants a token (RAY_AUTH_MODE is {mode or 'not set'}, "
+            f"and a token is {'there' if has_token else 'not there'}): set RAY_AUTH_MODE=token "
+            f"and RAY_AUTH_TOKEN, or copy the head's {token_file} to this machine"
+        )
+    os.environ["RAY_AUTH_MODE"] = "token"

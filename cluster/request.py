@@ -153,6 +153,8 @@ def _prompt(
 
 def _check_messages(messages: Sequence[generation_pb2.ChatMessage], text: ModelText) -> None:
     _check_num_messages(messages, least=1)
+    if not any(message.content for message in messages):
+        raise invalid("messages: every content is empty, limit at least 1 character in one of them")
     for index, message in enumerate(messages):
         if text.has_chat_template and message.role not in text.chat_roles:
             raise invalid(

@@ -91,6 +91,8 @@ def make_request(
     """A chat of one message, or raw text."""
     from legato.protos import generation_pb2
 
+    if not text:
+        raise ServiceError("the prompt is empty: give some text, or - to read it from stdin")
     if not chat:
         if system is not None:
             raise ServiceError("--system needs a chat: leave out --raw, or take a chat model")

@@ -94,7 +94,9 @@ def scale(
     with connect(choose_address(address, port)) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         answer = stub.ScalePool(request, timeout=CALL_TIMEOUT_S)
-        print(", ".join(f"{_role(t.role)} {t.target}" for t in answer.targets))
+        print("target: " + ", ".join(f"{_role(t.role)} {t.target}" for t in answer.targets))
+        if empty := [_role(t.role) for t in answer.targets if not t.target]:
+            print(f"nothing is served with no {' and no '.join(empty)} worker", file=sys.stderr)
         deadline_s = time.monotonic() + (wait or 0)
         while wait is not None:
             now = stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)

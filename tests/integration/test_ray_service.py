@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 
+TOKEN = "0123456789abcdef" * 4
 SMALL = ("--kv-memory", "16MiB", "--threads", "1")
 
 
@@ -226,13 +229,19 @@ def test_a_dead_ray_address_is_an_error_within_seconds() -> None:
 
 
 @contextmanager
-def ray_head(tmp_path: Path) -> Iterator[str]:
+def ray_head(tmp_path: Path, *, token: bool = False) -> Iterator[str]:
     """A Ray cluster of one node with one CPU, as an operator starts it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["--head", "--port", str(port), "--num-cpus", "1", "--include-dashboard", "false"]
-    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    temp = tempfile.mkdtemp(prefix="lt-")  # short: Ray puts sockets there
+    auth = (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        if token
+        else {"RAY_AUTH_MODE": "disabled"}
+    )
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": temp, **auth}
     with (tmp_path / "ray.log").open("w") as log:
         head = subprocess.Popen(
             [str(Path(sys.executable).parent / "ray"), "start", *words, "--block"],
@@ -250,6 +259,7 @@ def ray_head(tmp_path: Path) -> Iterator[str]:
     finally:
         head.terminate()
         head.wait(60)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path: Path) -> None:
@@ -271,3 +281,19 @@ def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path:
             assert alive == []
         probe = legato("serve", "--port", "0", "--model", "/absent", "--ray-address", ray_address)
         assert "/absent" in probe.stderr  # it got past the check that the cluster answers
+
+
+def test_a_cluster_that_wants_a_token_gets_it_or_the_start_says_so(
+    model: Path, tmp_path: Path
+) -> None:
+    with ray_head(tmp_path, token=True) as ray_address:
+        join = ("--model", str(model), "--ray-address", ray_address, "--worker-cpus", "0.5", *SMALL)
+        home = {"HOME": str(tmp_path)}  # no token file there
+        started_s = time.monotonic()
+        without = legato("serve", "--port", "0", *join, env=home)
+        assert without.returncode == 1
+        assert f"the Ray cluster at {ray_address} wants a token" in without.stderr
+        assert time.monotonic() - started_s < 30
+        env = {**home, "RAY_AUTH_TOKEN": TOKEN}
+        with Served(tmp_path / "log", *join, env=env) as service, Client(service.address) as client:
+            assert len(ask(client, "hello", 8)) == 8

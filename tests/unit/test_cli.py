@@ -215,7 +215,7 @@ def test_status_shows_pools_and_workers(
 def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys: Captured) -> None:
     assert run("scale", "decode=3", "--wait", "5") == 0
     assert service.targets == {PREFILL: 1, DECODE: 3}
-    assert capsys.readouterr().out == "prefill 1, decode 3\n"
+    assert capsys.readouterr().out == "target: prefill 1, decode 3\n"
     service.ready = False
     assert run("scale", "decode=4", "--wait", "0.3") == 1
     assert "not there within 0.3 s: decode: 0 of 1 ready" in capsys.readouterr().err

@@ -153,6 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages has 0 entries, limit [1, 1024]"),
     ({"messages": [("user", "x")] * 1025}, "messages has 1025 entries, limit [1, 1024]"),
     ({"messages": [("user", "x"), ("", "y")]}, "messages[1].role is '', limit one of system, user"),
+    ({"messages": [("user", ""), ("system", "")]}, "messages: every content is empty, limit at le"),
     ({"messages": [("tool", "x")]}, "messages[0].role is 'tool', limit one of system, user, assis"),
     ({"messages": [("User", "x")]}, "messages[0].role is 'User'"),
     ({"messages": [("x" * 10_000, "x")]}, "messages[0].role is 'xxx"),
