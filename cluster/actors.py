@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 5.0  # of one small call between actors
 PUBLISH_TIMEOUT_S = 60.0  # the router may still be reading its tokenizer
 STEP_PERIOD_S = 0.2
+LOADING_POLL_S = 0.5  # between two looks at how far a starting worker is
 STOP_GRACE_S = 2.0
 KILL_CHECK_S = 2.0
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's least: we put nothing in it
@@ -72,6 +73,7 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self._server: Any = None
+        self._loading = ""
 
     async def placed(self) -> _Process:
         """Answers as soon as Ray has found a place."""
@@ -98,11 +100,19 @@ class WorkerActor:
                 max_batch_size=engine.max_batch_size,
                 context_length=engine.context_length,
                 num_threads=place.num_threads,
-            )
+            ),
+            on_progress=self._note_progress,
         )
         address = await server.start()
         self._server = server
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
+
+    async def loading(self) -> str:
+        """How far the weights are read, in words; empty before that begins."""
+        return self._loading
+
+    def _note_progress(self, num_read: int, num_tensors: int) -> None:
+        self._loading = f"weights {10 * (10 * num_read // num_tensors)} %"
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work; returns when there is none left, or at the timeout."""
@@ -208,6 +218,7 @@ class RayLauncher:
         self._handles: dict[str, Any] = {}
         self._processes: dict[str, _Process] = {}
         self._ended: set[str] = set()  # Ray has told that the process is gone
+        self._loading: dict[str, str] = {}  # how far a starting worker is, in words
         self._tasks: set[asyncio.Task[None]] = set()
         self.shortage = ""  # what the cluster lacks, in words
 
@@ -245,7 +256,9 @@ class RayLauncher:
 
     def waiting_for(self, name: str) -> str:
         """See Launcher."""
-        return "" if name in self._processes or name not in self._handles else self.shortage
+        if name in self._processes:
+            return self._loading.get(name, "")
+        return self.shortage if name in self._handles else ""
 
     async def look_for_shortage(self) -> None:
         """Compares what a worker asks with what the cluster has; Ray itself says nothing."""
@@ -275,7 +288,7 @@ class RayLauncher:
         handle = self._handles[name]
         try:
             self._processes[name] = await handle.placed.remote()
-            started = await handle.start.remote(role, self._plan)
+            started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
             await handle.watch.remote()
         except RayActorError as error:
@@ -287,6 +300,20 @@ class RayLauncher:
             self._dead(name, str(error.cause) or repr(error.cause), permanent=permanent)
         except RayError as error:
             self._dead(name, _first_sentence(str(error)))
+
+    async def _started(self, name: str, handle: Any, role: Role) -> StartedWorker:  # noqa: ANN401  # an actor handle has no static type
+        start = asyncio.ensure_future(_ref(handle.start.remote(role, self._plan)))
+        try:
+            while not start.done():
+                await asyncio.wait({start}, timeout=LOADING_POLL_S)
+                if not start.done():
+                    self._loading[name] = await handle.loading.remote()
+        except RayActorError:
+            pass  # `start` has failed for the same reason, and says so
+        finally:
+            self._loading.pop(name, None)
+        worker: StartedWorker = await start
+        return worker
 
     async def _drain(self, name: str, timeout_s: float) -> None:
         handle = self._handles[name]

@@ -70,7 +70,7 @@ class Launcher(Protocol):
         ...
 
     def waiting_for(self, name: str) -> str:
-        """What the start of this worker waits for, such as a GPU; empty where for nothing."""
+        """What the start of this worker waits for, such as a GPU or its weights, or nothing."""
         ...
 
 

@@ -55,6 +55,7 @@ def _exit_process() -> None:
 class WorkerServer:
     """Loads, listens, drains, stops. All methods belong to one event loop.
 
+    `on_progress` is told (tensors read, tensors in all) while the model loads, from another thread.
     A failed engine ends the process (`exit_process`): a worker that answers while its engine is
     dead would be given request after request.
     """
@@ -64,12 +65,14 @@ class WorkerServer:
         config: WorkerConfig,
         loaded: LoadedModel | None = None,
         *,
+        on_progress: Callable[[int, int], None] | None = None,
         sample: SampleFunction = sample_tokens,
         exit_process: Callable[[], None] = _exit_process,
         step_timeout_s: float = 10.0,
     ) -> None:
         self._config = config
         self._loaded = loaded
+        self._on_progress = on_progress
         self._sample = sample
         self._exit_process = exit_process
         self._step_timeout_s = step_timeout_s
@@ -107,7 +110,7 @@ class WorkerServer:
             torch.set_num_threads(self._config.num_threads)
         loaded = self._loaded
         if loaded is None:
-            loaded = await asyncio.to_thread(load_model, self._config)
+            loaded = await asyncio.to_thread(load_model, self._config, self._on_progress)
         node = WorkerNode.build(
             self._config,
             loaded,
