@@ -36,8 +36,8 @@ unit: $(STAMP) ## Tests without Ray, network or processes
 integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
 	@$(BIN)/python -m pytest -q tests/integration
 
-test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things
-	@$(BIN)/python -m pytest -q tests/faults
+test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
+	@LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
 
 $(VENV)/bin/python:
 	@echo "[legato] creating $(VENV) with $$($(PYTHON) --version)"
