@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -187,15 +187,14 @@ class Attempt:
 
     async def reserve_once(self) -> worker_pb2.KvTicket:
         self.decode_call = self.pair.d.decode.Decode(timeout=WAIT_S)
-        await self.decode_call.write(
-            worker_pb2.DecodeCommand(
-                reserve=worker_pb2.Reserve(
-                    key=self.key,
-                    num_handoff_tokens=len(self.tokens),
-                    max_kv_tokens=len(self.prompt) + self.params.max_tokens - 1,
-                )
-            )
+        reserve = worker_pb2.Reserve(
+            key=self.key,
+            num_handoff_tokens=len(self.tokens),
+            max_kv_tokens=len(self.prompt) + self.params.max_tokens - 1,
         )
+        # Where the worker has ended the call already, the read below says why.
+        with suppress(asyncio.InvalidStateError):
+            await self.decode_call.write(worker_pb2.DecodeCommand(reserve=reserve))
         event = await self.decode_call.read()
         if event == grpc.aio.EOF:
             raise AssertionError(f"no ticket: {await self.decode_call.details()}")
