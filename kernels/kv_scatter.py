@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from legato.kernels.kv_quantize import quantize_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from legato.kernels.kv_pages import KvPages
 
-def kv_scatter(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """k_cache[slots] = k and v_cache[slots] = v.
+
+def kv_scatter(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
+    """pages.k[slots] = k and pages.v[slots] = v, converted to the pages' dtype.
+
+    8-bit pages get a scale a row and head: see `kernels.kv_quantize`.
 
     Args:
-        k, v: [T, num_kv_heads, head_dim], any row stride.
-        k_cache, v_cache: [num_slots, num_kv_heads, head_dim], contiguous, of the same dtype.
+        k, v: [T, num_kv_heads, head_dim], any row stride, a row's heads contiguous.
+        pages: of the layer.
         slots: [T] int64, all different.
     """
     if k.is_cuda:
         from legato.kernels import kv_scatter_triton
 
-        kv_scatter_triton.kv_scatter(k, v, k_cache, v_cache, slots)
+        kv_scatter_triton.kv_scatter(k, v, pages, slots)
         return
-    k_cache.index_copy_(0, slots, k)
-    v_cache.index_copy_(0, slots, v)
+    for new, rows, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
+        if scales is None:
+            rows.index_copy_(0, slots, new.to(rows.dtype))
+        else:
+            quantized, new_scales = quantize_rows(new, rows.dtype)
+            rows[slots] = quantized
+            scales[slots] = new_scales

@@ -10,6 +10,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from legato.kernels.kv_pages import KvPages
+
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _kv_scatter_kernel(
@@ -36,18 +38,20 @@ def _kv_scatter_kernel(
     )
 
 
-def kv_scatter(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def kv_scatter(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
     """See kernels.kv_scatter; a token's heads must lie together."""
     num_tokens, num_kv_heads, head_dim = k.shape
     for name, tensor in (("k", k), ("v", v)):
         if tensor.stride()[1:] != (head_dim, 1):
             raise ValueError(f"{name}'s heads must be contiguous, got strides {tensor.stride()}")
+    if pages.k_scale is not None:
+        raise NotImplementedError("8-bit pages")
     width = num_kv_heads * head_dim
     _kv_scatter_kernel[(num_tokens,)](
         k,
         v,
-        k_cache,
-        v_cache,
+        pages.k,
+        pages.v,
         slots,
         k.stride(0),
         v.stride(0),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from legato.kernels.attention_plan import AttentionPlan
+    from legato.kernels.kv_pages import KvPages
 
 _KEYS = 64  # keys a step: a constant, so that the order of the sum never depends on the batch
 
@@ -54,7 +55,7 @@ def _decode_kernel(
         seen = position < context_len
         block = tl.load(
             block_table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=seen, other=0
-        )
+        ).to(tl.int64)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         kv_offset = (slot[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
         kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
@@ -73,23 +74,28 @@ def _decode_kernel(
 
 
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float
+    q: Tensor,
+    pages: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    out: Tensor,
 ) -> Tensor:
     """See kernels.paged_decode_attention; a token's heads must lie together."""
     num_sequences, num_heads, head_dim = q.shape
     if q.stride()[1:] != (head_dim, 1):
         raise ValueError(f"q's heads must be contiguous, got strides {q.stride()}")
-    num_kv_heads = k_cache.shape[1]
-    tables = plan.triton_tables
-    out = torch.empty((num_sequences, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    num_kv_heads = pages.num_kv_heads
+    if window is not None or pages.k_scale is not None:
+        raise NotImplementedError("windows and 8-bit pages")
     _decode_kernel[(num_sequences, num_kv_heads)](
         q,
-        k_cache,
-        v_cache,
+        pages.k,
+        pages.v,
         out,
-        tables.block_table,
-        tables.context_lens,
-        tables.block_table.stride(0),
+        plan.block_table,
+        plan.context_lens,
+        plan.block_table.stride(0),
         q.stride(0),
         scale,
         NUM_HEADS=num_heads,

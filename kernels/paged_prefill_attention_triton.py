@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from legato.kernels.attention_plan import TRITON_TILE
 
 if TYPE_CHECKING:
-    from legato.kernels.attention_plan import AttentionPlan
+    from torch import Tensor
 
+    from legato.kernels.attention_plan import AttentionPlan
+    from legato.kernels.kv_pages import KvPages
+
+_QUERIES = 32  # queries a program
 _KEYS = 32  # keys a step: a constant, so that the order of the sum never depends on the batch
 
 
@@ -26,8 +26,6 @@ def _prefill_kernel(
     block_table_ptr: Tensor,
     context_lens_ptr: Tensor,
     query_starts_ptr: Tensor,
-    tile_sequences_ptr: Tensor,
-    tile_offsets_ptr: Tensor,
     table_stride: int,
     q_stride: int,
     scale: float,
@@ -40,13 +38,15 @@ def _prefill_kernel(
     KEYS: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program a (tile of one sequence's queries, head)."""
-    sequence = tl.load(tile_sequences_ptr + tl.program_id(0))
-    offset = tl.load(tile_offsets_ptr + tl.program_id(0))
-    head = tl.program_id(1)
+    sequence = tl.program_id(0).to(tl.int64)
+    offset = tl.program_id(1) * QUERIES
+    head = tl.program_id(2)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     context_len = tl.load(context_lens_ptr + sequence)
-    query_start = tl.load(query_starts_ptr + sequence)
+    query_start = tl.load(query_starts_ptr + sequence).to(tl.int64)
     num_queries = tl.load(query_starts_ptr + sequence + 1) - query_start
+    if offset >= num_queries:
+        return
     query = offset + tl.arange(0, QUERIES)
     query_position = context_len - num_queries + query
     dim = tl.arange(0, DIM_TILE)
@@ -64,7 +64,7 @@ def _prefill_kernel(
         inside = position < end
         block = tl.load(
             block_table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=inside, other=0
-        )
+        ).to(tl.int64)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         kv_offset = (slot[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
         kv_mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
@@ -84,33 +84,36 @@ def _prefill_kernel(
 
 
 def paged_prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float
+    q: Tensor,
+    pages: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    out: Tensor,
 ) -> Tensor:
     """See kernels.paged_prefill_attention; a token's heads must lie together."""
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     if q.stride()[1:] != (head_dim, 1):
         raise ValueError(f"q's heads must be contiguous, got strides {q.stride()}")
-    tables = plan.triton_tables
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    _prefill_kernel[(tables.tile_sequences.shape[0], num_heads)](
+    if window is not None or pages.k_scale is not None:
+        raise NotImplementedError("windows and 8-bit pages")
+    _prefill_kernel[(plan.num_sequences, triton.cdiv(plan.max_queries, _QUERIES), num_heads)](
         q,
-        k_cache,
-        v_cache,
+        pages.k,
+        pages.v,
         out,
-        tables.block_table,
-        tables.context_lens,
-        tables.query_starts,
-        tables.tile_sequences,
-        tables.tile_offsets,
-        tables.block_table.stride(0),
+        plan.block_table,
+        plan.context_lens,
+        plan.query_starts,
+        plan.block_table.stride(0),
         q.stride(0),
         scale,
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=k_cache.shape[1],
+        NUM_KV_HEADS=pages.num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=plan.block_size,
         DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
-        QUERIES=TRITON_TILE,
+        QUERIES=_QUERIES,
         KEYS=_KEYS,
     )
     return out

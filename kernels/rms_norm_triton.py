@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
@@ -35,21 +38,20 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row + columns, wide * scale * weight, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     """See kernels.rms_norm."""
-    return _launch(x.contiguous(), None, weight, eps)
+    return _launch(x.contiguous(), None, weight, eps, out)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     """See kernels.rms_norm; `residual` must be contiguous, it is written in place."""
     if not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous, got strides {residual.stride()}")
-    return _launch(x.contiguous(), residual, weight, eps)
+    return _launch(x.contiguous(), residual, weight, eps, out)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     num_tokens, width = x.shape
-    out = torch.empty_like(x)
     _rms_norm_kernel[(num_tokens,)](
         x,
         x if residual is None else residual,

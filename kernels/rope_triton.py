@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def _rope_kernel(
     heads_ptr: Tensor,
     tables_ptr: Tensor,
-    num_tokens: int,
     token_stride: int,
     head_stride: int,
     HALF: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
@@ -25,10 +24,8 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < HALF
-    cos = tl.load(tables_ptr + token * 2 * HALF + i, mask=inside).to(tl.float32)
-    # The second half of the second table is +sin.
-    sin_row = (num_tokens + token) * 2 * HALF + HALF
-    sin = tl.load(tables_ptr + sin_row + i, mask=inside).to(tl.float32)
+    cos = tl.load(tables_ptr + token * 2 * HALF + i, mask=inside)
+    sin = tl.load(tables_ptr + token * 2 * HALF + HALF + i, mask=inside)
     low_ptr = heads_ptr + token * token_stride + tl.program_id(1) * head_stride + i
     low = tl.load(low_ptr, mask=inside).to(tl.float32)
     high = tl.load(low_ptr + HALF, mask=inside).to(tl.float32)
@@ -42,7 +39,6 @@ def apply_rope(heads: Tensor, tables: Tensor) -> None:
     _rope_kernel[(num_tokens, num_heads)](
         heads,
         tables,
-        num_tokens,
         heads.stride(0),
         heads.stride(1),
         HALF=head_dim // 2,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels.attention_plan import AttentionPlan
 from legato.worker.forward import ForwardBatch
 from legato.worker.kv.block_pool import blocks_for
 
@@ -43,8 +44,6 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBat
         token_ids=tensor(token_ids),
         positions=tensor(positions),
         slots=tensor(slots),
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=block_tables,
+        plan=AttentionPlan.build(query_starts, context_lens, block_tables, block_size, device),
         logit_rows=tensor(logit_rows),
     )

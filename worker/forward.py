@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from legato.kernels.attention_plan import AttentionPlan
     from legato.worker.kv.cache import KvCache
     from legato.worker.models.config import ModelConfig
 
@@ -16,23 +17,16 @@ if TYPE_CHECKING:
 class ForwardBatch:
     """The new tokens of S sequences, packed without padding (varlen).
 
-    Sequence s contributes tokens `query_starts[s] : query_starts[s + 1]`; they are the last ones
-    of its context, and attend causally to all `context_lens[s]` rows in its blocks, themselves
-    included. A decode step is the case of one new token a sequence.
+    The plan says which tokens are whose: they are the last ones of their sequence's context, and
+    attend causally to all rows of it, themselves included. A decode step is the case of one new
+    token a sequence.
     """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, position in the sequence, from 0
     slots: Tensor  # [T] int64, block id * block size + offset, where K and V of each token go
-    query_starts: list[int]  # [S + 1]
-    context_lens: list[int]  # [S], rows of KV after this pass
-    block_tables: list[list[int]]  # [S][ceil(context_len / block size)]
+    plan: AttentionPlan
     logit_rows: Tensor  # [R] int64, indices into T of the tokens whose logits are wanted
-
-    @property
-    def num_sequences(self) -> int:
-        """S."""
-        return len(self.context_lens)
 
 
 class Model(Protocol):

@@ -83,25 +83,25 @@ class FakeModel:
         assert self.go.wait(60), "the test forgot to let the engine go"
         if self.failure is not None:
             raise self.failure
-        starts = batch.query_starts
+        starts = batch.plan.query_starts.tolist()
         self.steps.append([b - a for a, b in pairwise(starts)])
         rows = self.rows(batch.token_ids, batch.positions)
         for layer in range(self.config.num_layers):
-            cache.k[layer][batch.slots] = rows[:, layer, 0].to(cache.shape.dtype)
-            cache.v[layer][batch.slots] = rows[:, layer, 1].to(cache.shape.dtype)
+            cache.layers[layer].k[batch.slots] = rows[:, layer, 0].to(cache.shape.dtype)
+            cache.layers[layer].v[batch.slots] = rows[:, layer, 1].to(cache.shape.dtype)
         logits = torch.zeros(len(batch.logit_rows), VOCAB_SIZE)
         wanted = batch.logit_rows.tolist()
         size = cache.shape.block_size
-        for index, context_len in enumerate(batch.context_lens):
+        for index, context_len in enumerate(batch.plan.context_lens.tolist()):
             last = starts[index + 1] - 1
             if last not in wanted:
                 continue
-            blocks = batch.block_tables[index]
+            blocks = batch.plan.block_table[index].tolist()
             slots = torch.tensor([blocks[p // size] * size + p % size for p in range(context_len)])
             context = torch.stack(
                 [
                     torch.stack((k[slots], v[slots]), 1)
-                    for k, v in zip(cache.k, cache.v, strict=True)
+                    for k, v in ((layer.k, layer.v) for layer in cache.layers)
                 ],
                 1,
             )

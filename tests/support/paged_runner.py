@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels.attention_plan import AttentionPlan
 from legato.worker.forward import ForwardBatch
 from legato.worker.kv.cache import KvCache, KvShape
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from legato.worker.forward import Model
+from legato.worker.forward import Model
 
 
 class PagedRunner:
@@ -87,9 +88,13 @@ class PagedRunner:
             token_ids=ids(token_ids),
             positions=ids(positions),
             slots=ids(slots),
-            query_starts=starts,
-            context_lens=lengths,
-            block_tables=[list(self._blocks[sequence]) for sequence in new_tokens],
+            plan=AttentionPlan.build(
+                starts,
+                lengths,
+                [self._blocks[sequence] for sequence in new_tokens],
+                size,
+                self.device,
+            ),
             logit_rows=ids(rows),
         )
         return self.model.forward(batch, self.cache)

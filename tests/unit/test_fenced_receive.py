@@ -128,7 +128,7 @@ async def test_a_flipped_byte_is_asked_for_again_and_touches_nothing() -> None:
         damaged.data = damaged.data[:7] + bytes([damaged.data[7] ^ 1]) + damaged.data[8:]
         ack = await stream.ask(Push(chunk=damaged))
         assert (ack.status, ack.layer, ack.token_start) == (Ack.STATUS_RESEND, 0, 0)
-        assert all(not bool(k.any()) for k in worker.server.node.cache.k)
+        assert all(not bool(layer.k.any()) for layer in worker.server.node.cache.layers)
         assert worker.load().kv_chunks_refused == 1
         await stream.ok(*(Push(chunk=c) for c in all_chunks(ticket)), commit(ticket))
         assert await decoded(attempt) == MODEL.expected(PROMPT, 16)[1:]
@@ -189,7 +189,7 @@ async def test_a_wrong_chunk_ends_the_transfer_and_touches_nothing(
         assert ack.status == Ack.STATUS_REFUSED
         assert named in ack.reason
         assert worker.load().kv_chunks_refused == 1
-        assert all(not bool(k.any()) for k in worker.server.node.cache.k)
+        assert all(not bool(layer.k.any()) for layer in worker.server.node.cache.layers)
         # The ticket lives on: a clean transfer gives the right answer.
         await worker.until(lambda load: load.transferring == 0)
         again = Stream(worker)
@@ -256,13 +256,15 @@ async def test_a_stray_chunk_of_an_old_epoch_leaves_the_new_owner_alone() -> Non
         assert ticket is not None
         landing = Stream(worker)
         await landing.ok(begin(worker, ticket), *(Push(chunk=c) for c in all_chunks(ticket)))
-        before = [t.clone() for t in (*worker.server.node.cache.k, *worker.server.node.cache.v)]
+        before = [
+            t.clone() for layer in worker.server.node.cache.layers for t in (layer.k, layer.v)
+        ]
         late = chunk(old.ticket, 1, 0, 4)
         late.data = b"\x11" * len(late.data)
         late.crc32c = wire.checksum(late.data)
         ack = await stream.ask(Push(chunk=late))
         assert ack.status == Ack.STATUS_REFUSED
-        after = [*worker.server.node.cache.k, *worker.server.node.cache.v]
+        after = [t for layer in worker.server.node.cache.layers for t in (layer.k, layer.v)]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         await landing.ok(commit(ticket))
         assert await decoded(new) == MODEL.expected(PROMPT, 16)[1:]
@@ -293,7 +295,7 @@ async def test_a_chunk_checked_but_not_yet_written_cannot_reach_the_next_owner()
         hold.set()
         assert held.result(20)
         assert (await stream.call.read()).status == Ack.STATUS_REFUSED
-        assert all(not bool(k.any()) for k in node.cache.k)
+        assert all(not bool(layer.k.any()) for layer in node.cache.layers)
         await landing.ok(*(Push(chunk=c) for c in all_chunks(ticket)), commit(ticket))
         assert await decoded(new) == MODEL.expected(PROMPT, 16)[1:]
         await worker.until_idle()

@@ -201,7 +201,7 @@ def test_a_lost_row_of_kv_or_a_shifted_position_would_be_seen(
     lost = PagedRunner(model, block_size=BLOCK_SIZE)
     lost.step({0: tokens[:-1]})
     slot = lost.slot(0, 17)
-    for pages in (*lost.cache.k, *lost.cache.v):
+    for pages in (t for layer in lost.cache.layers for t in (layer.k, layer.v)):
         pages[slot] = 0
     with pytest.raises(AssertionError, match="not close"):
         assert_same(lost.step({0: tokens[-1:]}), expected)

@@ -45,7 +45,7 @@ async def test_the_last_tokens_kv_is_never_written() -> None:
     async with running_pair() as pair:
         await Attempt(pair, prompt_of(6), sampling(3)).run()  # 6 + 3 - 1 rows: two blocks exactly
         await pair.until_idle()
-        written = int((pair.d.server.node.cache.k[0].abs().sum((1, 2)) > 0).sum())
+        written = int((pair.d.server.node.cache.layers[0].k.abs().sum((1, 2)) > 0).sum())
         assert written == 8
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from legato.kernels.kv_pages import KvPages
+
 
 @dataclass(frozen=True)
 class KvShape:
@@ -33,10 +35,7 @@ class KvShape:
 
 
 class KvCache:
-    """Paged K and V, one pair of tensors a layer: [num_slots, num_kv_heads, head_dim].
-
-    Slot = block id * block size + offset in the block.
-    """
+    """Paged K and V of every layer; slot = block id * block size + offset in the block."""
 
     def __init__(self, shape: KvShape, num_blocks: int, device: torch.device) -> None:
         if num_blocks < 1:
@@ -46,9 +45,10 @@ class KvCache:
         size = (num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
         # zeros, not empty: attention multiplies masked rows by 0, and 0 * NaN is NaN. The pages
         # of a CPU pool are still committed only when first written.
-        self.k = [
-            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
-        ]
-        self.v = [
-            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
+        self.layers = [
+            KvPages(
+                k=torch.zeros(size, dtype=shape.dtype, device=device),
+                v=torch.zeros(size, dtype=shape.dtype, device=device),
+            )
+            for _ in range(shape.num_layers)
         ]

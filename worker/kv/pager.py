@@ -33,7 +33,7 @@ class KvPager:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="legato-kv")
-        device = cache.k[0].device
+        device = cache.layers[0].k.device
         # A stream of its own, so that a copy need not queue behind the engine's kernels. The rows
         # to send are finished: their first token has been sampled, which waited for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no type for it

@@ -47,16 +47,16 @@ def checksum(data: bytes) -> int:
 
 def read_rows(cache: KvCache, layer: int, slots: Tensor) -> bytes:
     """[2, n, num_kv_heads, head_dim] of one layer, C order, as bytes. Waits for the device."""
-    rows = kv_pack(cache.k[layer], cache.v[layer], slots.to(cache.k[layer].device))
+    rows = kv_pack(cache.layers[layer], slots.to(cache.layers[layer].k.device))
     return rows.cpu().view(torch.uint8).numpy().tobytes()
 
 
 def write_rows(cache: KvCache, layer: int, slots: Tensor, data: bytes) -> None:
     """The inverse of `read_rows`; when it returns, every thread and stream sees the rows."""
     shape = cache.shape
-    device = cache.k[layer].device
+    device = cache.layers[layer].k.device
     rows = torch.frombuffer(bytearray(data), dtype=shape.dtype)
     rows = rows.view(2, len(slots), shape.num_kv_heads, shape.head_dim).to(device)
-    kv_unpack(rows, cache.k[layer], cache.v[layer], slots.to(device))
+    kv_unpack(rows, cache.layers[layer], slots.to(device))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

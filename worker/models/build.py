@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from legato.kernels.weight import Weight
     from legato.worker.forward import Model
     from legato.worker.weights.checkpoint import Checkpoint
 
@@ -132,7 +133,7 @@ class _LlamaReader:
 
     def _matrix(
         self, parts: list[tuple[str, int]], width: int, has_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Weight, Tensor | None]:
         """Projections of the same input as one packed matrix [sum of rows, width], and its bias."""
         rows = sum(size for _, size in parts)
         weight = torch.empty(rows, width, dtype=self._dtype, device=self._device)

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from legato.kernels.attention_plan import AttentionPlan
+from legato.kernels.gated import silu_mul
 from legato.kernels.kv_scatter import kv_scatter
 from legato.kernels.linear import linear
 from legato.kernels.paged_decode_attention import paged_decode_attention
 from legato.kernels.paged_prefill_attention import paged_prefill_attention
 from legato.kernels.rms_norm import add_rms_norm, rms_norm
 from legato.kernels.rope import apply_rope, rotation_tables
-from legato.kernels.silu_mul import silu_mul
+from legato.kernels.rows import take_rows
 from legato.worker.models.rope import inverse_frequencies
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from legato.kernels.weight import Weight
     from legato.worker.forward import ForwardBatch
     from legato.worker.kv.cache import KvCache
     from legato.worker.models.config import ModelConfig
@@ -31,14 +31,14 @@ class LlamaLayer:
     """Weights of one decoder layer; matrices are [out, in], as `kernels.linear` packs them."""
 
     input_norm: Tensor
-    qkv: Tensor  # query heads, key heads, value heads
+    qkv: Weight  # query heads, key heads, value heads
     qkv_bias: Tensor | None
-    attention_out: Tensor
+    attention_out: Weight
     attention_out_bias: Tensor | None
     post_attention_norm: Tensor
-    gate_up: Tensor  # gate, then up
+    gate_up: Weight  # gate, then up
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -49,7 +49,7 @@ class LlamaWeights:
     embedding: Tensor  # [vocab_size, hidden_size], plain
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
-    head: Tensor  # [vocab_size, hidden_size]; the embedding's values where they are tied
+    head: Weight  # [vocab_size, hidden_size]; the embedding's values where they are tied
 
 
 class LlamaModel:
@@ -68,20 +68,16 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
         weights, eps = self._weights, self.config.rms_norm_eps
-        plan = AttentionPlan(
-            query_starts=batch.query_starts,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            block_size=cache.shape.block_size,
-            device=self._device,
-        )
-        residual = F.embedding(batch.token_ids, weights.embedding)
-        tables = rotation_tables(batch.positions, self._inverse_frequencies, residual.dtype)
+        num_tokens = batch.token_ids.shape[0]
+        residual = weights.final_norm.new_empty(num_tokens, self.config.hidden_size)
+        take_rows(weights.embedding, batch.token_ids, residual)
+        tables = self._inverse_frequencies.new_empty(num_tokens, 2, self.config.head_dim // 2)
+        rotation_tables(batch.positions, self._inverse_frequencies, tables)
         hidden = rms_norm(residual, weights.layers[0].input_norm, eps)
         for index, layer in enumerate(weights.layers):
             if index:
                 hidden = add_rms_norm(hidden, residual, layer.input_norm, eps)
-            attended = self._attend(layer, hidden, tables, batch, plan, cache, index)
+            attended = self._attend(layer, hidden, tables, batch, cache, index)
             hidden = linear(attended, layer.attention_out, layer.attention_out_bias)
             hidden = add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             gated = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
@@ -97,7 +93,6 @@ class LlamaModel:
         hidden: Tensor,
         tables: Tensor,
         batch: ForwardBatch,
-        plan: AttentionPlan,
         cache: KvCache,
         index: int,
     ) -> Tensor:
@@ -108,7 +103,7 @@ class LlamaModel:
         rotated = num_heads + num_kv_heads
         apply_rope(heads[:, :rotated], tables)
         q, k, v = heads[:, :num_heads], heads[:, num_heads:rotated], heads[:, rotated:]
-        k_cache, v_cache = cache.k[index], cache.v[index]
-        kv_scatter(k, v, k_cache, v_cache, batch.slots)
+        pages, plan = cache.layers[index], batch.plan
+        kv_scatter(k, v, pages, batch.slots)
         attention = paged_decode_attention if plan.one_query_each else paged_prefill_attention
-        return attention(q, k_cache, v_cache, plan, self._scale).flatten(1)
+        return attention(q, pages, plan, self._scale).flatten(1)

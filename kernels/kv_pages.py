@@ -1,0 +1,43 @@
+"""KvPages: one layer's K and V rows by slot, in a float dtype or 8 bits with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class KvPages:
+    """Slot = block id * block size + offset in the block.
+
+    With 8-bit rows each (slot, head) has a scale: the value is row * scale.
+    """
+
+    k: Tensor  # [num_slots, num_kv_heads, head_dim], contiguous
+    v: Tensor  # alike
+    k_scale: Tensor | None = None  # [num_slots, num_kv_heads] fp32; None for float dtypes
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        quantized = self.k.dtype in QUANTIZED_DTYPES
+        if quantized != (self.k_scale is not None) or quantized != (self.v_scale is not None):
+            raise ValueError(f"pages of {self.k.dtype} need scales: exactly 8-bit ones do")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K, and of V."""
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.k.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+        return self.k.dtype

@@ -1,0 +1,42 @@
+"""rows: rows of a table by index: token embeddings, and the rows whose logits are wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from legato.kernels import native
+from legato.kernels.layout import require_contiguous, require_shape
+from legato.kernels.weight import PackedWeight, QuantizedWeight, Weight
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def take_rows(
+    table: Weight, indices: Tensor, out: Tensor, *, scale: float = 1.0, add: bool = False
+) -> Tensor:
+    """out = table[indices] * scale, or `out +=` that.
+
+    Args:
+        table: [V, N]; any form of a weight, converted to out's dtype.
+        indices: [T] int64, each in [0, V): the caller's to check.
+        out: [T, N].
+        scale: of every element (Gemma's embeddings).
+        add: adds to `out` instead of overwriting it (learned positions).
+    """
+    width = table.shape[1] if isinstance(table, Tensor) else table.in_features
+    require_shape(out, (indices.shape[0], width), "out")
+    require_contiguous(out=out, indices=indices)
+    if native.takes(out) and isinstance(table, Tensor):
+        require_contiguous(table=table)
+        sizes = (indices.shape[0], width, _DTYPE_CODES[table.dtype], int(add))
+        native.launch("lg_take_rows", (table, indices, out), sizes, (scale,))
+        return out
+    if isinstance(table, PackedWeight):
+        raise NotImplementedError("rows of a packed weight")
+    if isinstance(table, QuantizedWeight):
+        rows = table.rows(indices).dequantize()
+    else:
+        rows = table.index_select(0, indices)
+    rows = (rows * scale).to(out.dtype) if scale != 1.0 else rows.to(out.dtype)
+    return out.add_(rows) if add else out.copy_(rows)

@@ -1,0 +1,88 @@
+"""Weights of a linear layer: quantised ones, and the packed form that the CPU kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """w[n, k] = scales[n, g] * q[n, k] + offsets[n, g], where g = k // group_size.
+
+    q is unsigned. 8 bits: one a byte. 4 bits: two a byte, the even k in the low half.
+    """
+
+    bits: int  # 4 or 8
+    in_features: int  # K; a multiple of 8
+    group_size: int  # K for one group a row; the last group may be shorter
+    values: Tensor  # [N, K] or [N, K / 2] uint8
+    scales: Tensor  # [N, ceil(K / group_size)] fp32
+    offsets: Tensor  # alike; -scale * zero point
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, got {self.bits}")
+        if self.in_features % 8:
+            raise ValueError(f"in_features must be a multiple of 8, got {self.in_features}")
+        rows, groups = self.values.shape[0], -(-self.in_features // self.group_size)
+        for name, tensor, shape in (
+            ("values", self.values, (rows, self.in_features * self.bits // 8)),
+            ("scales", self.scales, (rows, groups)),
+            ("offsets", self.offsets, (rows, groups)),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.values.shape[0]
+
+    def rows(self, indices: Tensor) -> QuantizedWeight:
+        """The rows `indices` [R] int64 alone."""
+        return QuantizedWeight(
+            self.bits,
+            self.in_features,
+            self.group_size,
+            self.values[indices],
+            self.scales[indices],
+            self.offsets[indices],
+        )
+
+    def dequantize(self) -> Tensor:
+        """[N, K] fp32."""
+        q = self.values
+        if self.bits == 4:
+            q = torch.stack((q & 15, q >> 4), -1).flatten(1)
+        group = torch.arange(self.in_features, device=q.device) // self.group_size
+        return self.scales[:, group] * q.float() + self.offsets[:, group]
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in the layout of the C kernels; see `kernels/csrc/gemm.h` for the bytes."""
+
+    kind: str  # "f32", "bf16", "f16", "q8", "q4"
+    out_features: int
+    in_features: int
+    group_size: int  # 0 for float kinds
+    data: Tensor  # uint8
+    scales: Tensor | None
+    offsets: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        """[N, K] fp32; for tests, and where a weight has to be seen whole."""
+        raise NotImplementedError("packed weights")
+
+    @property
+    def num_bytes(self) -> int:
+        """What a pass over the weight reads."""
+        tensors = (self.data, self.scales, self.offsets)
+        return sum(t.numel() * t.itemsize for t in tensors if t is not None)
+
+
+Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
