@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.attention_plan import AttentionPlan
-from legato.worker.forward import ForwardBatch
+from legato.worker.forward import ForwardBatch, new_tensor
 from legato.worker.kv.block_pool import blocks_for
 
 if TYPE_CHECKING:
+    from legato.worker.forward import Empty
     from legato.worker.scheduling.step import Step
 
 
-def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBatch:
+def build_batch(
+    step: Step, block_size: int, device: torch.device, empty: Empty = new_tensor
+) -> ForwardBatch:
     """Packs the parts without padding; asks for logits of the parts that sample."""
     token_ids: list[int] = []
     positions: list[int] = []
@@ -46,4 +49,5 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBat
         slots=tensor(slots),
         plan=AttentionPlan.build(query_starts, context_lens, block_tables, block_size, device),
         logit_rows=tensor(logit_rows),
+        empty=empty,
     )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from legato.worker.batch import build_batch
 from legato.worker.mailbox import EngineDiedError, JoinedEvent, Mailbox, TokenEvent
+from legato.worker.model_runner import ModelRunner
 from legato.worker.sampler import SamplingRow
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ class Engine:
         scheduler: Scheduler,
         sample: SampleFunction,
         device: torch.device,
+        max_batch_size: int,
         loop: asyncio.AbstractEventLoop,
         on_failure: Callable[[BaseException], None],
         counts_prompt_tokens: bool,
     ) -> None:
-        self._model = model
-        self._cache = cache
+        self._runner = ModelRunner(model, cache, device, max_batch_size)
         self._scheduler = scheduler
         self._sample = sample
         self._device = device
@@ -214,8 +214,7 @@ class Engine:
         if step.joined:
             self._publish([(s, JoinedEvent()) for s in step.joined])
 
-        batch = build_batch(step, self._cache.shape.block_size, self._device)
-        logits = self._model.forward(batch, self._cache)
+        logits = self._runner.forward(step)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         model_s = time.perf_counter() - started_at_s

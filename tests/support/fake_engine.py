@@ -46,6 +46,8 @@ def fake_config(
 class FakeModel:
     """Writes rows made of (token, position, layer), and hashes all rows of the context."""
 
+    recordable = False
+
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.steps: list[list[int]] = []  # new tokens of each sequence, a list a step

@@ -57,6 +57,7 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self.config = config
+        self.recordable = False
         self._weights = weights
         self._device = weights.embedding.device
         self._scale = config.head_dim**-0.5
