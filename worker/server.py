@@ -12,6 +12,7 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.lifecycle import Lifecycle, Phase
@@ -111,6 +112,11 @@ class WorkerServer:
         loaded = self._loaded
         if loaded is None:
             loaded = await asyncio.to_thread(load_model, self._config, self._on_progress)
+        if loaded.device.type == "cpu" and not native.available():
+            _log.warning(
+                "the CPU kernels were not compiled for this machine: tokens take several times "
+                "longer; install a C compiler and install legato again"
+            )
         node = WorkerNode.build(
             self._config,
             loaded,
