@@ -12,13 +12,15 @@ from legato.kernels import native
 from legato.worker.arena import Arena
 from legato.worker.batch import build_batch
 from legato.worker.decode_inputs import DecodeInputs
+from legato.worker.forward import new_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from legato.worker.forward import Model
+    from legato.worker.forward import Empty, ForwardBatch, Model
     from legato.worker.kv.cache import KvCache
     from legato.worker.scheduling.step import Step
+    from legato.worker.unread import UnreadTokens
 
 # Recorded decode steps that are kept, by batch size; the least recently used one goes first.
 _MAX_PROGRAMS = 32
@@ -50,21 +52,28 @@ class ModelRunner:
         )
         self._programs: OrderedDict[int, _Recorded] = OrderedDict()
 
-    def forward(self, step: Step) -> Tensor:
-        """Logits [R, vocab_size] fp32 of the step's sampling parts, in order."""
+    def forward(self, step: Step, unread: UnreadTokens | None = None) -> Tensor:
+        """Logits [R, vocab_size] fp32 of the step's sampling parts, in order.
+
+        `unread` holds the tokens of the step before that have not come back from the device.
+        On CUDA the work is only queued when this returns.
+        """
         if not self._model.recordable:
-            return self._model.forward(
-                build_batch(step, self._cache.shape.block_size, self._device), self._cache
-            )
+            return self._model.forward(self._batch(step, unread, new_tensor), self._cache)
+        assert unread is None, "the CPU knows every token when a step returns"
         one_each = all(part.num_tokens == 1 and part.samples for part in step.parts)
         if one_each and len(step.parts) <= self._inputs.capacity:
             return self._decode(step)
         self._arena.reset()
-        batch = build_batch(step, self._cache.shape.block_size, self._device, self._arena.empty)
+        batch = self._batch(step, None, self._arena.empty)
         with native.record() as program:
             logits = self._model.forward(batch, self._cache)
         program.run(torch.get_num_threads())
         return logits
+
+    def _batch(self, step: Step, unread: UnreadTokens | None, empty: Empty) -> ForwardBatch:
+        size = self._cache.shape.block_size
+        return build_batch(step, size, self._device, unread=unread, empty=empty)
 
     def _decode(self, step: Step) -> Tensor:
         self._inputs.fill(step.parts)
@@ -86,3 +95,8 @@ class ModelRunner:
         if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return recorded
+
+    def wait(self) -> None:
+        """Until the device has computed all that was queued."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -18,7 +18,7 @@ from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.lifecycle import Lifecycle, Phase
 from legato.worker.loading import load_model
 from legato.worker.node import WorkerNode
-from legato.worker.sampler import sample as sample_tokens
+from legato.worker.sampler import launch_sample
 from legato.worker.watchdog import watch
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class WorkerServer:
         loaded: LoadedModel | None = None,
         *,
         on_progress: Callable[[int, int], None] | None = None,
-        sample: SampleFunction = sample_tokens,
+        sample: SampleFunction = launch_sample,
         exit_process: Callable[[], None] = _exit_process,
         step_timeout_s: float = 10.0,
     ) -> None:
