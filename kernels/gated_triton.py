@@ -45,6 +45,7 @@ def activate(kind: str, x: Tensor, out: Tensor) -> Tensor:
     """See kernels.gated."""
     require_contiguous_rows(x=x, out=out)
     num_tokens, width = out.shape
-    grid = (num_tokens, triton.cdiv(width, _BLOCK))
-    _activate_kernel[grid](x, out, width, x.stride(0), out.stride(0), KIND=kind, BLOCK=_BLOCK)
+    if out.numel():
+        grid = (num_tokens, triton.cdiv(width, _BLOCK))
+        _activate_kernel[grid](x, out, width, x.stride(0), out.stride(0), KIND=kind, BLOCK=_BLOCK)
     return out
