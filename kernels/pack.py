@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from legato.kernels import native
+from legato.kernels import huge_pages, native
 from legato.kernels.weight import PANEL, PackedWeight
 
 _KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -33,7 +33,7 @@ def _panels(matrix: Tensor, unit_bytes: int) -> Tensor:
         matrix = matrix.contiguous()
     row_bytes = matrix.shape[1] * matrix.itemsize
     panels, units = -(-matrix.shape[0] // PANEL), -(-row_bytes // unit_bytes)
-    out = torch.empty(panels, units, PANEL, unit_bytes, dtype=torch.uint8)
+    out = huge_pages.empty((panels, units, PANEL, unit_bytes), torch.uint8)
     sizes = (matrix.shape[0], row_bytes, matrix.stride(0) * matrix.itemsize)
     native.launch(_PACK[unit_bytes], (matrix, out), sizes)
     return out

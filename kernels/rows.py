@@ -39,9 +39,7 @@ def take_rows(
         return out
     if isinstance(table, PackedWeight):
         if not native.takes(out):
-            raise ValueError(
-                f"with a packed weight, out must be fp32 on the CPU, got {out.dtype}"
-            )
+            raise ValueError(f"with a packed weight, out must be fp32 on the CPU, got {out.dtype}")
         sizes = (indices.shape[0], width, _KIND_CODES[table.kind], int(add))
         native.launch("lg_take_packed_rows", (table.data, indices, out), sizes, (scale,))
         return out
