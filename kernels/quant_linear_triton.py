@@ -2,9 +2,9 @@
 
 A row of the product has the same bits in every batch. K is cut into chunks of CHUNK; a chunk is
 summed from zero by steps of BLOCK_K in order, and the chunks' sums are added in order, in fp32. So
-it does not matter whether one program works through all chunks (many rows: it has enough programs)
-or each has its own (few rows) and a second kernel adds. Nor does it matter how many rows a tile
-holds: with 16, or with 64 in two warps, every device multiplies by the same m16n8k16 instruction.
+it does not matter whether one program works through all chunks (many rows: there are programs
+enough) or each has its own (few rows) and a second kernel adds. Nor does it matter that a tile
+holds 16 rows or 32: below 64 every device multiplies by the same m16n8k16 instruction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from legato.kernels.weight import QuantizedWeight
 
 CHUNK = 1024
-_BLOCK_N = 64
-_FEW_ROWS = 16  # up to here a tile holds 16 rows
+_FEW_ROWS = 16  # up to here a tile holds 16 rows and 64 columns, then 32 and 128
 _SPLIT_ROWS = 256  # up to here the chunks are spread over programs
 _SUM_BLOCK = 1024
 
@@ -67,6 +66,7 @@ def _quant_linear_kernel(
     groups: int,
     group_size: int,
     x_stride: int,
+    values_stride: int,
     out_stride: int,
     BITS: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
     ONE_GROUP: tl.constexpr,  # noqa: N803
@@ -84,19 +84,19 @@ def _quant_linear_kernel(
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_inside, n_inside = m < num_tokens, n < num_out
     x_ptr += m[:, None] * x_stride
-    values_ptr += n[:, None] * (num_in * BITS // 8)
+    values_ptr += n[:, None] * values_stride
     group_start = n * groups
     first = 0
-    last = num_in
+    last = tl.cdiv(num_in, CHUNK)
     if SPLIT:
-        first = tl.program_id(2) * CHUNK
-        last = tl.minimum(first + CHUNK, num_in)
-        out_ptr += tl.program_id(2).to(tl.int64) * num_tokens * out_stride
+        first = tl.program_id(2)
+        last = first + 1
+        out_ptr += first.to(tl.int64) * num_tokens * out_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for chunk in range(first, last, CHUNK):
+    for chunk in range(first, last):
         partial = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(chunk, tl.minimum(chunk + CHUNK, num_in), BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
+        for step in range(tl.cdiv(tl.minimum(num_in - chunk * CHUNK, CHUNK), BLOCK_K)):
+            k = chunk * CHUNK + step * BLOCK_K + tl.arange(0, BLOCK_K)
             x = tl.load(x_ptr + k, mask=m_inside[:, None] & (k < num_in)[None, :], other=0.0)
             if BITS == 8:
                 inside = n_inside[:, None] & (k < num_in)[None, :]
@@ -108,7 +108,7 @@ def _quant_linear_kernel(
                 partial = tl.dot(x, tl.trans(tile.to(x.dtype)), partial, input_precision="ieee")
             else:
                 # All even columns, then all odd ones: the halves of a byte are never interleaved.
-                pair = start // 2 + tl.arange(0, BLOCK_K // 2)
+                pair = chunk * (CHUNK // 2) + step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
                 inside = n_inside[:, None] & (pair * 2 < num_in)[None, :]
                 q = tl.load(values_ptr + pair, mask=inside, other=0)
                 low = _dequantize(
@@ -172,12 +172,13 @@ def linear(
     split = chunks > 1 and num_tokens <= _SPLIT_ROWS
     shape = (chunks, num_tokens, num_out)
     target = torch.empty(shape, dtype=torch.float32, device=x.device) if split else out
-    few = num_tokens <= _FEW_ROWS
-    block_m = 16 if few else 64
-    block_k = _block_k(weight)
+    # fp32 has no such instruction: its tiles would not fit into registers.
+    few = num_tokens <= _FEW_ROWS or x.dtype == torch.float32
+    block_m, block_n = (16, 64) if few else (32, 128)
+    block_k = _block_k(weight, x.dtype)
     grid = (
         triton.cdiv(num_tokens, block_m),
-        triton.cdiv(num_out, _BLOCK_N),
+        triton.cdiv(num_out, block_n),
         chunks if split else 1,
     )
     _quant_linear_kernel[grid](
@@ -193,6 +194,7 @@ def linear(
         weight.scales.shape[1],
         weight.group_size,
         x.stride(0),
+        weight.values.stride(0),
         target.stride(-2),
         BITS=weight.bits,
         ONE_GROUP=weight.group_size >= num_in or weight.group_size % block_k == 0,
@@ -200,9 +202,8 @@ def linear(
         SPLIT=split,
         CHUNK=CHUNK,
         BLOCK_M=block_m,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4 if few else 2,  # 64 rows in 4 warps would be multiplied by Hopper's wgmma
     )
     if split:
         _sum_chunks_kernel[(num_tokens, triton.cdiv(num_out, _SUM_BLOCK))](
@@ -218,9 +219,7 @@ def linear(
     return out
 
 
-def _block_k(weight: QuantizedWeight) -> int:
-    """The largest step that stays within a group; a function of the weight alone."""
-    for block_k in (128, 64):
-        if weight.group_size % block_k == 0 or weight.group_size >= weight.in_features >= block_k:
-            return block_k
-    return 32
+def _block_k(weight: QuantizedWeight, dtype: torch.dtype) -> int:
+    """64, or 32 where that would leave a group (or the registers); the same for every batch."""
+    in_one_group = weight.group_size % 64 == 0 or weight.group_size >= weight.in_features
+    return 64 if in_one_group and dtype != torch.float32 else 32

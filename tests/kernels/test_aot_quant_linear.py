@@ -37,10 +37,29 @@ AOT_CASES = [
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    return compile_file(Path(__file__), tmp_path_factory.mktemp("aot"))
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("aot")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache: Path) -> list[Compiled]:
+    return compile_file(Path(__file__), cache)
 
 
 @pytest.mark.parametrize("case", chosen(AOT_CASES), ids=str)
 def test_kernels_compile_and_fit(case: AotCase, compiled: list[Compiled]) -> None:
     check(case, compiled)
+
+
+def test_every_tile_is_multiplied_by_the_same_instruction(
+    cache: Path, compiled: list[Compiled]
+) -> None:
+    # What makes a row's bits independent of the batch: see kernels/quant_linear_triton.py.
+    assert compiled
+    sources = [path.read_text() for path in cache.rglob("_quant_linear_kernel.ptx")]
+    assert len(sources) >= 9
+    for source in sources:
+        assert "wgmma" not in source
+        assert "tcgen05" not in source
+        if ".bf16" in source:
+            assert "mma.sync.aligned.m16n8k16" in source
