@@ -17,8 +17,8 @@ _BLOCK = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _activate_kernel(
-    x_ptr: Tensor,
-    out_ptr: Tensor,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     width: int,
     x_stride: int,
     out_stride: int,

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _layer_norm_kernel(
-    x_ptr: Tensor,
-    residual_ptr: Tensor,
-    weight_ptr: Tensor,
-    bias_ptr: Tensor,
-    out_ptr: Tensor,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     width: int,
     eps: float,
     ADD: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton

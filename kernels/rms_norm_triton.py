@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _rms_norm_kernel(
-    x_ptr: Tensor,
-    residual_ptr: Tensor,
-    weight_ptr: Tensor,
-    out_ptr: Tensor,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     width: int,
     heads: int,
     x_stride: int,

@@ -18,8 +18,8 @@ _BLOCK_PAIRS = 512
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _rope_kernel(
-    heads_ptr: Tensor,
-    tables_ptr: Tensor,
+    heads_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
     num_heads: int,
     token_stride: int,
     HALF: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton

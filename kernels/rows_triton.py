@@ -18,11 +18,11 @@ _BLOCK = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _take_rows_kernel(
-    table_ptr: Tensor,
-    scales_ptr: Tensor,
-    offsets_ptr: Tensor,
-    indices_ptr: Tensor,
-    out_ptr: Tensor,
+    table_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    indices_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     width: int,
     table_stride: int,
     groups: int,
