@@ -32,7 +32,7 @@ def sentencepiece_bpe(
     leftmost of equals. A BPE model does the same if it may make each piece of any two halves, and
     ranks the pairs by the score of what they make. The pairs that make one piece then differ in
     rank where SentencePiece sees one score; that would matter where they overlap, and no text was
-    found where they do. Of equal scores only runs of one character are taken (Llama 2's runs of
+    found where they do. Equal scores are taken for runs of one character only (Llama 2's runs of
     spaces all have -1e9): the longest first, they come out the same. Tests compare with the plain
     algorithm.
 
@@ -108,16 +108,12 @@ def _merges(
         made.append((-score, text, halves))
     made.sort(key=lambda entry: (entry[0], -len(entry[1])))
     for (score, text, _), (next_score, next_text, _) in pairwise(made):
-        if score == next_score and not (_is_run(text) and _is_run(next_text)):
+        if score == next_score and len({*text, *next_text}) > 1:
             raise ValueError(
                 f"tokenizer.ggml.scores has {-score:g} for both {text!r:.80} and"
                 f" {next_text!r:.80}: which one is merged first is open"
             )
     return [pair for _, _, halves in made for pair in halves]
-
-
-def _is_run(text: str) -> bool:
-    return text == text[0] * len(text)
 
 
 def _check_bytes(texts: Sequence[str], types: Sequence[int]) -> bool:
