@@ -22,9 +22,10 @@ _NAMED = (
 def load_hf_text(folder: Path) -> TextParts:
     """Reads a folder's tokenizer.json and the small JSON files beside it.
 
-    Ids and texts are those of transformers 5: see `hf_class` for what a folder's tokenizer class
-    changes. BOS is automatic where tokenizer_config.json's `add_bos_token` says so or, without
-    that key, where tokenizer.json's post-processor puts it. The ids that end an answer are those of
+    Ids and texts are those of transformers 5; `hf_class` has what a folder's tokenizer class
+    changes. One thing differs: transformers does not read `add_bos_token` beside a tokenizer.json.
+    Here BOS is automatic where tokenizer_config.json's `add_bos_token` says so or, without that
+    key, where tokenizer.json's post-processor puts it. The ids that end an answer are those of
     generation_config.json, else the tokenizer's EOS, else config.json's.
 
     Raises:
@@ -185,8 +186,6 @@ def _adds_bos(
 ) -> bool:
     wanted = config.get("add_bos_token")
     if wanted is None:
-        if "add_eos_token" in config:  # transformers then makes a post-processor of these two
-            return False
         return bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
     if not isinstance(wanted, bool):
         raise ValueError(f"{folder}: add_bos_token is {wanted!r:.80}, not true or false")
