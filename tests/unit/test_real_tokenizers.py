@@ -135,6 +135,13 @@ def test_any_ids(folders: Pairs, name: str, data: st.DataObject) -> None:
     assert deltas(ours, ids) == whole
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_which_added_tokens_are_text(folders: Pairs, name: str) -> None:
+    ours, theirs = folders(name)
+    for token_id in theirs.added_tokens_decoder:
+        assert ours.decode([token_id]) == theirs.decode([token_id], skip_special_tokens=True)
+
+
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3"])
 def test_chat_templates(folders: Pairs, name: str) -> None:
     ours, theirs = folders(name)

@@ -111,7 +111,7 @@ def test_runs_of_one_score_among_other_pieces() -> None:
 
 
 def test_bytes_stand_in_for_unknown_characters_and_are_never_merged() -> None:
-    pieces = ["<unk>", *BYTES, "▁", "a", "<", "0", "x", "1", ">", "<0", "<0x", "<0x4", "1>"]
+    pieces = ["<unk>", *BYTES, "▁", "a", "<", "0", "x", "4", "1", ">", "<0", "<0x", "<0x4", "1>"]
     types = [UNKNOWN] + [BYTE] * 256 + [NORMAL] * (len(pieces) - 257)
     scores = [float(-index) for index in range(len(pieces))]
     tokenizer = sentencepiece_bpe(pieces, scores, types, add_space_prefix=True)

@@ -206,6 +206,20 @@ def test_text_that_no_token_spells_is_refused(tmp_path: Path) -> None:
         model.encode_chat(user("🦊"))
 
 
+def test_control_strings_of_characters_that_no_token_spells(tmp_path: Path) -> None:
+    """The unknown token among their ids is no reason to cut them up."""
+    folder = write_folder(tmp_path, "sentencepiece_bpe")
+    path = folder / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["model"]["byte_fallback"] = False
+    path.write_text(json.dumps(state))
+    ours, theirs = ModelText.load(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("a<|im_end|>b", "<unk>|", "<s>the</s>"):
+        plain = theirs(text, split_special_tokens=True)["input_ids"]
+        assert 0 in plain
+        assert ours.encode_text(text) == plain
+
+
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "GPT2TokenizerFast"])
 def test_a_class_that_cannot_have_the_model_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_folder(tmp_path, "unigram", tokenizer_class=name)
