@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.bench.model_cost import ModelCost
+from legato.bench.workload import RequestTimes
 from legato.worker.batch import build_batch
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
@@ -25,9 +27,6 @@ from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.decode import DecodeScheduler
 from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.sequence import Sequence
-
-from legato.bench.model_cost import ModelCost
-from legato.bench.workload import RequestTimes
 
 if TYPE_CHECKING:
     from legato.worker.config import WorkerConfig

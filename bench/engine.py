@@ -54,7 +54,8 @@ def fractions(
     """`dtype_name` is that of the activations, "bfloat16" or "float32"."""
     peak = limits.matmul_ops_per_s.get(dtype_name)
     return Fractions(
-        decode_of_bandwidth=decode_bytes_per_s and decode_bytes_per_s / limits.read_bytes_per_s.best,
+        decode_of_bandwidth=decode_bytes_per_s
+        and decode_bytes_per_s / limits.read_bytes_per_s.best,
         prefill_of_matmul=prefill_ops_per_s / peak.best if prefill_ops_per_s and peak else None,
     )
 
@@ -118,9 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "decode_bytes_per_s": run.decode_bytes_per_s,
                 "prefill_ops_per_s": run.prefill_ops_per_s,
                 "fractions": asdict(
-                    fractions(
-                        run.decode_bytes_per_s, run.prefill_ops_per_s, limits, dtype_name
-                    )
+                    fractions(run.decode_bytes_per_s, run.prefill_ops_per_s, limits, dtype_name)
                 ),
                 "cost": asdict(engine.cost),
                 "limits": asdict(limits),

@@ -1,6 +1,6 @@
 """The program that runs inside a peer's own environment: JSON lines in, JSON lines out.
 
-    python -P host.py RUNNER.py
+    python -I host.py RUNNER.py
 
 It imports nothing but the standard library and the runner beside it, which imports the peer.
 Requests, each answered by one line with `ok`:

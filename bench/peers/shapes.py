@@ -1,6 +1,6 @@
 """Models of real shapes with random weights: speed does not depend on the values.
 
-    python -m legato.bench.peers.shapes --shape smollm2-135m --out build/peers/smollm2-135m
+python -m legato.bench.peers.shapes --shape smollm2-135m --out build/peers/smollm2-135m
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def _tensors(shape: Shape) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, width: int) -> Tensor:
-        return torch.empty(rows, width, dtype=torch.bfloat16).normal_(
-            std=0.02, generator=generator
-        )
+        return torch.empty(rows, width, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
 
     hidden, inner = shape.hidden_size, shape.intermediate_size
     norm = torch.ones(hidden, dtype=torch.bfloat16)
@@ -103,7 +101,9 @@ def _tensors(shape: Shape) -> dict[str, Tensor]:
 
 def main() -> None:
     """Writes one model."""
-    parser = argparse.ArgumentParser(prog="python -m legato.bench.peers.shapes", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m legato.bench.peers.shapes", description=__doc__
+    )
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
