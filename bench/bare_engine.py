@@ -95,7 +95,7 @@ class BareEngine:
                 config,
                 loaded,
                 lifecycle=Lifecycle(),
-                sample=sample,
+                sample=launch_sample,
                 loop=loop,
                 on_failure=_never_called,
             )
