@@ -221,6 +221,7 @@ def test_reads_gpt2_as_transformers_does(tmp_path: Path, changes: dict[str, Any]
     assert ours.norm_eps == theirs.layer_norm_epsilon
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.rope is None
+    assert ours.num_learned_positions == theirs.n_positions
     assert ours.attention_bias
     assert ours.attention_out_bias
     assert ours.mlp_bias
