@@ -70,6 +70,7 @@ class Gemma3Model:
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         assert config.rope is not None, "a Gemma without RoPE"
         self.config = config
+        self.recordable = reader.recordable
         self._dtype = reader.activation_dtype
         self._rotation = Rotation(config.rope, config.head_dim, reader.device)
         self._local_rotation = Rotation(

@@ -68,6 +68,7 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         assert config.rope is not None, "a Llama without RoPE"
         self.config = config
+        self.recordable = reader.recordable
         self._dtype = reader.activation_dtype
         self._rotation = Rotation(config.rope, config.head_dim, reader.device)
         self._vocabulary = Vocabulary.read(reader, config)
