@@ -13,7 +13,7 @@ from fake_engine import FakeModel, fake_loaded, fake_sample
 from legato.protos import common_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
-from legato.worker.sampler import sample
+from legato.worker.sampler import launch_sample
 from legato.worker.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ async def running_worker(
             **settings,
         ),
         loaded,
-        sample=fake_sample if model is None else sample,
+        sample=fake_sample if model is None else launch_sample,
         exit_process=lambda: (exits if exits is not None else []).append("exit"),
         step_timeout_s=step_timeout_s,
     )

@@ -73,8 +73,8 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.rope is None and self.num_learned_positions < self.context_length:
             raise ValueError(
                 f"context_length {self.context_length} is beyond the "
