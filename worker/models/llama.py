@@ -82,7 +82,7 @@ class LlamaModel:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
         run = ForwardPass.begin(self.config, batch, cache, self._dtype)
         self._vocabulary.embed(batch.token_ids, run.residual)
-        tables = self._rotation.tables(batch.positions)
+        tables = self._rotation.tables(batch)
         for layer in self._layers:
             layer(run, tables)
         if not run.wants_logits:
