@@ -133,19 +133,24 @@ LG_INLINE lg_ivec dot(lg_ivec acc, lg_ivec w, int32_t x) {
 /* One word of k: acc[r] += x[r] * the panel's 32 outputs. */
 LG_INLINE void step(int bits, int rows, const uint8_t *a, const uint8_t *b,
                     lg_ivec acc[][LG_PARTS]) {
+    lg_ivec low[LG_PARTS], high[LG_PARTS];
 #pragma GCC unroll 4
     for (int v = 0; v < LG_PARTS; v++) {
-        lg_ivec w = lg_ivec_load(b + v * LG_WIDTH * 4), high = {};
+        low[v] = lg_ivec_load(b + v * LG_WIDTH * 4);
         if (bits == 4) {
-            high = w >> 4 & 0x0f0f0f0f;
-            w &= 0x0f0f0f0f;
+            high[v] = low[v] >> 4 & 0x0f0f0f0f;
+            low[v] &= 0x0f0f0f0f;
         }
+    }
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            int32_t x[2];
-            memcpy(x, a + r * LG_LINE, bits == 4 ? 8 : 4);
-            acc[r][v] = dot(acc[r][v], w, x[0]);
-            if (bits == 4) acc[r][v] = dot(acc[r][v], high, x[1]);
+    for (int r = 0; r < rows; r++) {
+        int32_t x[2];
+        memcpy(x, a + r * LG_LINE, bits == 4 ? 8 : 4);
+#pragma GCC unroll 4
+        for (int v = 0; v < LG_PARTS; v++) acc[r][v] = dot(acc[r][v], low[v], x[0]);
+        if (bits == 4) {
+#pragma GCC unroll 4
+            for (int v = 0; v < LG_PARTS; v++) acc[r][v] = dot(acc[r][v], high[v], x[1]);
         }
     }
 }
@@ -176,10 +181,12 @@ LG_INLINE void multiply(int bits, int rows, const lg_gemm *g, const quantization
         const int64_t last =
             first + q->activation_group < g->depth ? first + q->activation_group : g->depth;
         lg_ivec acc[LG_TILE_ROWS][LG_PARTS];
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t start = 0;
             if (q->offset_type == OFFSETS_NONE)
                 memcpy(&start, x_sums + group * rows + r, sizeof start);
+#pragma GCC unroll 4
             for (int v = 0; v < LG_PARTS; v++) acc[r][v] = (lg_ivec){} + start;
         }
         for (int64_t k = first; k < last;) {
@@ -192,14 +199,17 @@ LG_INLINE void multiply(int bits, int rows, const lg_gemm *g, const quantization
             k += count;
         }
         const int64_t at = (panel * q->groups + first / q->group) * LG_PANEL;
+#pragma GCC unroll 4
         for (int v = 0; v < LG_PARTS; v++) {
             const lg_fvec scale =
                 load_float(q->scales, at + v * LG_WIDTH, q->scale_type == SCALES_F16);
+#pragma GCC unroll 12
             for (int r = 0; r < rows; r++)
                 out[r][v] += __builtin_convertvector(acc[r][v], lg_fvec) * scale *
                              x_scales[group * rows + r];
             if (q->offset_type == OFFSETS_NONE) continue;
             const lg_fvec offset = load_offset(q, at + v * LG_WIDTH, scale);
+#pragma GCC unroll 12
             for (int r = 0; r < rows; r++) out[r][v] += offset * x_sums[group * rows + r];
         }
     }
