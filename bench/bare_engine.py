@@ -233,7 +233,8 @@ def _sequence(prompt: list[int], max_tokens: int) -> Sequence:
         stop_token_ids=frozenset(),
         logit_bias={},
     )
-    return Sequence(prompt, len(prompt), params, frozenset())
+    # A copy: the engine appends the answer to it.
+    return Sequence(list(prompt), len(prompt), params, frozenset())
 
 
 def _row(sequence: Sequence) -> SamplingRow:
