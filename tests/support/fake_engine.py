@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 
 from legato.worker.loading import LoadedModel
 from legato.worker.models.config import ModelConfig
-from legato.worker.sampler import ReadTokens, Sampled
+from legato.worker.sampler import Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,6 +110,20 @@ class FakeModel:
             )
             logits[wanted.index(last), self.next_token(context)] = 1.0
         return logits
+
+
+@dataclass(frozen=True)
+class ReadTokens:
+    """Tokens that are on the CPU already."""
+
+    sampled: list[Sampled]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.tensor([s.token_id for s in self.sampled])
+
+    def collect(self) -> list[Sampled]:
+        return self.sampled
 
 
 def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
