@@ -39,6 +39,16 @@ def slots_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
+def e4m3_bits_to_half(rows: tl.tensor) -> tl.tensor:
+    """e4m3 as bytes to a 256th of the values, in fp16 and exactly, subnormals included.
+
+    Both have a sign and an exponent before the mantissa; their biases are 7 and 15, and 2^8 apart.
+    """
+    bits = rows.to(tl.uint16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def load_rows(
     rows_ptr: tl.tensor,
     slot: tl.tensor,
@@ -51,8 +61,7 @@ def load_rows(
 ) -> tl.tensor:
     """One head's rows [KEYS, DIM_TILE], zeros beyond; 8-bit rows without their scales, exactly.
 
-    e4m3 comes as fp16. "e4m3_bits" is for GPUs before 8.9, for which Triton has no such dtype: the
-    byte's bits, moved, are an fp16 of a 256th of the value, subnormals included.
+    e4m3 comes as fp16. "e4m3_bits" is for GPUs before 8.9, for which Triton has no such dtype.
     """
     dim = tl.arange(0, DIM_TILE)
     offset = (slot[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
@@ -62,9 +71,7 @@ def load_rows(
     elif ROWS == "e4m3":
         rows = rows.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif ROWS == "e4m3_bits":
-        bits = rows.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        rows = bits.to(tl.float16, bitcast=True)
+        rows = e4m3_bits_to_half(rows)
     return rows
 
 
