@@ -62,6 +62,10 @@ class QuantizedWeight:
         return self.scales[:, group] * q.float() + self.offsets[:, group]
 
 
+PANEL = 32  # outputs a panel; LG_PANEL in kernels/csrc/gemm.h
+_FLOAT_KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight in the layout of the C kernels; see `kernels/csrc/gemm.h` for the bytes."""
@@ -76,7 +80,8 @@ class PackedWeight:
 
     def dequantize(self) -> Tensor:
         """[N, K] fp32; for tests, and where a weight has to be seen whole."""
-        raise NotImplementedError("packed weights")
+        rows = self.data.transpose(1, 2).flatten(2).flatten(0, 1)[: self.out_features]
+        return rows.view(_FLOAT_KINDS[self.kind])[:, : self.in_features].float()
 
     @property
     def num_bytes(self) -> int:

@@ -119,6 +119,7 @@ class WorkerNode:
                 scheduler=scheduler,
                 sample=sample,
                 device=loaded.device,
+                max_batch_size=config.max_batch_size,
                 loop=loop,
                 on_failure=on_failure,
                 counts_prompt_tokens=config.role == "prefill",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,8 +25,14 @@ class SamplingRow:
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # emitted so far; the next token's index is its length
+    output_token_ids: Sequence[int]  # emitted so far, as far as they are known
     banned_token_ids: frozenset[int]  # EOS and stop tokens while min_tokens is not reached
+    num_unread: int = 0  # sampled tokens whose values have not come back from the device
+
+    @property
+    def index(self) -> int:
+        """The next token's place in the answer."""
+        return len(self.output_token_ids) + self.num_unread
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,40 @@ class Sampled:
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+class PendingTokens(Protocol):
+    """Sampled tokens, on a device that may not have computed them yet."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[R] int64 on the device."""
+        ...
+
+    def collect(self) -> list[Sampled]:
+        """Waits for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReadTokens:
+    """Tokens that are on the CPU already."""
+
+    sampled: list[Sampled]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[R] int64."""
+        return torch.tensor([s.token_id for s in self.sampled])
+
+    def collect(self) -> list[Sampled]:
+        """At once."""
+        return self.sampled
+
+
+def launch_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
+    """See `sample`; its result in the form that the engine takes from any device."""
+    return ReadTokens(sample(logits, rows))
 
 
 @torch.inference_mode()
@@ -75,7 +115,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
                 top_k=row.params.top_k,
                 top_p=row.params.top_p,
                 min_p=row.params.min_p,
-                number=uniform(row.params.seed, len(row.output_token_ids)),
+                number=uniform(row.params.seed, row.index),
             )
         elif adjusted is not raw:
             tokens[r] = adjusted.argmax()

@@ -11,7 +11,7 @@ import torch
 
 from legato.worker.loading import LoadedModel
 from legato.worker.models.config import ModelConfig
-from legato.worker.sampler import Sampled
+from legato.worker.sampler import ReadTokens, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,13 +38,15 @@ def fake_config(
         head_dim=head_dim,
         vocab_size=VOCAB_SIZE,
         context_length=context_length,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         tie_word_embeddings=True,
     )
 
 
 class FakeModel:
     """Writes rows made of (token, position, layer), and hashes all rows of the context."""
+
+    recordable = False
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -109,7 +111,7 @@ class FakeModel:
         return logits
 
 
-def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
     """Greedy; a banned token gives way to the next id that is not."""
     sampled = []
     for row_logits, row in zip(logits, rows, strict=True):
@@ -118,7 +120,7 @@ def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
             token_id = (token_id + 1) % VOCAB_SIZE
         top = ((token_id, -0.5),) if row.params.logprobs else ()
         sampled.append(Sampled(token_id, None if row.params.logprobs is None else -0.5, top))
-    return sampled
+    return ReadTokens(sampled)
 
 
 def fake_loaded(config: ModelConfig | None = None, fingerprint: str = "fake") -> LoadedModel:

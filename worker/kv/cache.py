@@ -42,7 +42,8 @@ class KvCache:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.shape = shape
         self.num_blocks = num_blocks
-        size = (num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.spare_block = num_blocks  # one more than the pool deals out: rows of no sequence
+        size = ((num_blocks + 1) * shape.block_size, shape.num_kv_heads, shape.head_dim)
         # zeros, not empty: attention multiplies masked rows by 0, and 0 * NaN is NaN. The pages
         # of a CPU pool are still committed only when first written.
         self.layers = [

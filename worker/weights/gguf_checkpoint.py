@@ -15,7 +15,7 @@ from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.gguf_header import GgufHeader
-from legato.worker.weights.llama_tensors import check_shapes, join_names, shape_error
+from legato.worker.weights.tensor_table import check_shapes, join_names, shape_error
 
 if TYPE_CHECKING:
     from pathlib import Path
