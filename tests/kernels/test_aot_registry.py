@@ -11,7 +11,6 @@ def test_aot_cases_launch_every_kernel(tmp_path: Path) -> None:
     folder = Path(__file__).parent
     files = [path for path in sorted(folder.glob("test_aot_*.py")) if path != Path(__file__)]
     missing, kernels = missing_kernels(files, tmp_path)
-    assert (
-        "paged_prefill_attention_triton._prefill_kernel" in kernels
-    )  # the walk finds kernels at all
+    # The walk finds kernels at all.
+    assert "paged_prefill_attention_triton._prefill_kernel" in kernels
     assert not missing, f"no AOT case launches {missing}"
