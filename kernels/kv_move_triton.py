@@ -177,7 +177,7 @@ def move(source: Rows, target: Rows, slots: Tensor, *, gather: bool) -> None:
     Raises:
         ValueError: naming the tensor whose shape, strides or dtype do not fit; nothing is written.
     """
-    _, heads, head_dim = target.k.shape
+    heads, head_dim = (source if gather else target).k.shape[1:]
     for rows, indexed in ((source, gather), (target, not gather)):
         _check(rows, heads, head_dim, None if indexed else slots.shape[0])
     require_contiguous(**{f"{target.name}k": target.k, f"{target.name}v": target.v})
