@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from legato.kernels import huge_pages
 from legato.kernels.kv_pages import QUANTIZED_DTYPES, KvPages
 
 # What --kv-cache may name besides "auto", the model's own dtype.
@@ -65,15 +67,21 @@ class KvCache:
         self.spare_block = num_blocks  # one more than the pool deals out: rows of no sequence
         size = ((num_blocks + 1) * shape.block_size, shape.num_kv_heads, shape.head_dim)
 
-        # zeros, not empty: attention multiplies masked rows by 0, and 0 * NaN is NaN. The pages
-        # of a CPU pool are still committed only when first written.
-        def rows() -> torch.Tensor:
-            return torch.zeros(size, dtype=shape.dtype, device=device)
+        # zeros, not empty: attention on CUDA multiplies masked rows by 0, and 0 * NaN is NaN.
+        def rows() -> Tensor:
+            return _zeros(size, shape.dtype, device)
 
-        def scales() -> torch.Tensor | None:
-            return torch.zeros(size[:2], device=device) if shape.quantized else None
+        def scales() -> Tensor | None:
+            return _zeros(size[:2], torch.float32, device) if shape.quantized else None
 
         self.layers = [
             KvPages(k=rows(), v=rows(), k_scale=scales(), v_scale=scales())
             for _ in range(shape.num_layers)
         ]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU they take memory only when they are written: torch's own are written at once."""
+    if device.type == "cpu":
+        return huge_pages.zeros(size, dtype)
+    return torch.zeros(size, dtype=dtype, device=device)
