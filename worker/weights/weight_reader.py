@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels import native
 from legato.kernels.linear import pack_weight
 from legato.worker.weights.tensor_table import model_tensors
 
@@ -25,6 +26,7 @@ class WeightReader:
     Attributes:
         dtype: of matrices and embeddings, before `pack_weight`.
         activation_dtype: of norms and biases, which meet activations only.
+        recordable: whether a forward pass may be captured: it consists of kernels alone.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class WeightReader:
         self.device = device
         self.dtype = dtype
         self.activation_dtype = activation_dtype
+        self.recordable = device.type == "cuda" or native.available()
         self._checkpoint = checkpoint
         self._shapes = dict(model_tensors(checkpoint.config))
         self._on_progress = on_progress
