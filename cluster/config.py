@@ -11,6 +11,7 @@ class EngineOptions:
 
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache: str = "auto"
     kv_memory_bytes: int = 1 << 30
     block_size: int = 16
     prefill_chunk_tokens: int = 2048

@@ -25,6 +25,7 @@ class Identity:
     role: Role
     model_fingerprint: str
     model: ModelConfig
+    dtype: torch.dtype  # of the weights; the KV's is in `kv_shape`
     context_length: int
     kv_shape: KvShape
     total_blocks: int
