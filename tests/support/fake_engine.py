@@ -38,7 +38,7 @@ def fake_config(
         head_dim=head_dim,
         vocab_size=VOCAB_SIZE,
         context_length=context_length,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         tie_word_embeddings=True,
     )
 

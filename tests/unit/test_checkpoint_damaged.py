@@ -255,5 +255,5 @@ def test_a_config_that_claims_a_billion_layers_is_refused_at_once(
     folder = tmp_path / "model"
     shutil.copytree(single, folder)
     edit_json(folder / "config.json", num_hidden_layers=10**9)
-    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.3\..* is missing"):
+    with pytest.raises(CheckpointError, match="num_hidden_layers must be from 1 to 10000"):
         open_checkpoint(folder)

@@ -35,7 +35,7 @@ def test_demo_model_equals_transformers_reading_of_it() -> None:
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-6)
     config = open_checkpoint(file).config
     assert config.rope.theta == model.config.rope_parameters["rope_theta"]
-    assert config.rms_norm_eps == model.config.rms_norm_eps
+    assert config.norm_eps == model.config.rms_norm_eps
     assert config.context_length == model.config.max_position_embeddings
     assert config.vocab_size == model.config.vocab_size
 

@@ -107,7 +107,7 @@ def test_b38_folder_equals_transformers(
     config, expected = checkpoint.config, model.config
     assert config.head_dim == expected.head_dim
     assert config.num_kv_heads == expected.num_key_value_heads
-    assert config.rms_norm_eps == expected.rms_norm_eps
+    assert config.norm_eps == expected.rms_norm_eps
     assert config.rope.theta == expected.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == expected.tie_word_embeddings
 

@@ -67,7 +67,7 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
-        weights, eps = self._weights, self.config.rms_norm_eps
+        weights, eps = self._weights, self.config.norm_eps
         num_tokens = batch.token_ids.shape[0]
         residual = weights.final_norm.new_empty(num_tokens, self.config.hidden_size)
         take_rows(weights.embedding, batch.token_ids, residual)
