@@ -5,7 +5,7 @@
 The first form, float32 weights and KV, is what the others are compared with: the same files, read
 and computed by the same engine. One JSON line a form: perplexity of the text; the share of
 positions at which the most likely token is the same; the mean Kullback-Leibler divergence in
-nats; and what a pass over the matrices reads. Text is fed in windows, each from an empty context,
+nats. Text is fed in windows, each from an empty context,
 and every token of it but the first of a window is predicted.
 """
 
@@ -116,7 +116,12 @@ def compare(
         divergence += float((theirs.exp() * (theirs - ours)).double().sum())
         count += len(following)
     return Accuracy(
-        form, weights, math.exp(-log_likelihood / count), agreeing / count, divergence / count, count
+        form,
+        weights,
+        perplexity=math.exp(-log_likelihood / count),
+        top1_agreement=agreeing / count,
+        mean_kl=divergence / count,
+        num_tokens=count,
     )
 
 
@@ -136,7 +141,8 @@ def measure(model: str, forms: Sequence[str], window: int, num_threads: int | No
         found = log_probabilities(loaded, windows)
         reference = found if reference is None else reference
         result = compare(form, loaded.weights, windows, found, reference)
-        print(json.dumps({key: _rounded(value) for key, value in asdict(result).items()}), flush=True)
+        fields = {name: _rounded(value) for name, value in asdict(result).items()}
+        print(json.dumps(fields), flush=True)
 
 
 def _rounded(value: object) -> object:
@@ -152,7 +158,10 @@ def main() -> int:
     )
     parser.add_argument("--model", required=True, help="a folder, a .gguf file or a hub id")
     parser.add_argument(
-        "--form", action="append", default=[], help="a dtype, a value of --weights, or int8+bfloat16"
+        "--form",
+        action="append",
+        default=[],
+        help="a dtype, a value of --weights, or both: int8+bfloat16",
     )
     parser.add_argument("--window", type=int, default=512, help="tokens")
     parser.add_argument("--threads", type=int, default=None)

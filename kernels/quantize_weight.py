@@ -76,7 +76,7 @@ def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> Quanti
             for first, last, size in ((0, whole, group_size), (whole, width, width - whole)):
                 if first == last:
                     continue
-                x = weight[start:stop, first:last].unflatten(1, (-1, size))
+                x = weight[start:stop, first:last].reshape(stop - start, -1, size)
                 scale, offset = (_fit_symmetric if symmetric else _fit_affine)(x)
                 q = _levels(x, scale, offset).flatten(1).to(torch.uint8)
                 values[start:stop, first // 2 : last // 2] = q[:, ::2] | q[:, 1::2] << 4
@@ -88,8 +88,7 @@ def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> Quanti
 def _checked(weight: Tensor) -> Tensor:
     if weight.dim() != 2 or weight.shape[1] % 8 or 0 in weight.shape:
         raise ValueError(
-            "a weight to quantise must be [N, K] with K a multiple of 8, got "
-            f"{list(weight.shape)}"
+            f"a weight to quantise must be [N, K] with K a multiple of 8, got {list(weight.shape)}"
         )
     # Not only the scales: a NaN hides from comparisons.
     if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(

@@ -36,7 +36,8 @@ class Integers:
     def weight(self) -> Tensor:
         """[N, K] fp32; exact, as eleven bits of a scale times eight fit into fp32's 24."""
         wide = self.q.astype(np.int64) - self.zeros[:, self.group_of_column]
-        return torch.from_numpy(wide * self.scales.double().numpy()[:, self.group_of_column]).float()
+        scales = self.scales.double().numpy()[:, self.group_of_column]
+        return torch.from_numpy(wide * scales).float()
 
 
 def draw(
@@ -52,9 +53,7 @@ def draw(
     if symmetric:
         zeros[:] = top // 2
     scales = torch.from_numpy(rng.uniform(0.5, 1.5, (rows, groups)) * 0.4 / top).half()
-    return Integers(
-        rng.integers(0, top, shape), zeros, scales, np.arange(width) // size
-    )
+    return Integers(rng.integers(0, top, shape), zeros, scales, np.arange(width) // size)
 
 
 def pack(numbers: np.ndarray, bits: int, axis: int) -> Tensor:

@@ -12,8 +12,8 @@ from tiny_models import make_llama_folder
 from transformers import AutoModelForCausalLM
 
 from legato.worker.weights.checkpoint import CheckpointError
-from legato.worker.weights.llama_tensors import llama_tensors
 from legato.worker.weights.open import open_checkpoint
+from legato.worker.weights.tensor_table import model_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +181,7 @@ def test_asking_for_another_shape_or_name_is_refused(single: Path) -> None:
 
 def test_unread_tensors_are_named_at_finish(single: Path) -> None:
     checkpoint = open_checkpoint(single)
-    for name, shape in llama_tensors(checkpoint.config):
+    for name, shape in model_tensors(checkpoint.config):
         if name != DOWN:
             checkpoint.tensor(name, shape, torch.float32)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: .* never read tensor {DOWN}"):

@@ -114,6 +114,23 @@ def test_biases_and_heads(*, attention_bias: bool, mlp_bias: bool, tied: bool) -
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "mscale": 2.0,
+            "mscale_all_dim": 1.0,
+            "truncate": False,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
 )
@@ -132,8 +149,8 @@ def test_exact_frequencies() -> None:
     assert scaled[0] == plain[0]  # wavelength 6, shorter than 64 / 4
     assert scaled[-1] == plain[-1] / 8  # longer than 64
     assert ((scaled < plain) & (scaled > plain / 8)).any()  # and some between
-    unknown = dataclasses.replace(llama3, kind="yarn")  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(ValueError, match="'yarn'"):
+    unknown = dataclasses.replace(llama3, kind="longrope")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(ValueError, match="'longrope'"):
         inverse_frequencies(unknown, 64)
 
 
@@ -262,7 +279,7 @@ def test_an_unknown_architecture_and_a_missing_tensor_are_named() -> None:
     reference = make_llama(num_hidden_layers=1)
     checkpoint = MemoryCheckpoint(reference)
     checkpoint.config = dataclasses.replace(checkpoint.config, architecture="mamba")
-    with pytest.raises(CheckpointError, match="'mamba' is not supported; supported: llama"):
+    with pytest.raises(CheckpointError, match="'mamba' is not supported; supported: llama, qwen2"):
         build_model(checkpoint, CPU, torch.float32)
     checkpoint = MemoryCheckpoint(reference)
     checkpoint.config = dataclasses.replace(checkpoint.config, num_layers=2)

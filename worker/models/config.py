@@ -50,7 +50,7 @@ class ModelConfig:
     rope: RopeConfig | None = field(default_factory=RopeConfig)  # None: learned positions
     local_rope: RopeConfig | None = None  # of layers with a window, where they have their own
     layer_windows: tuple[int | None, ...] = ()  # of each layer; (): none has one
-    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # of the scores, above 0; None: 1 / sqrt(head_dim)
 
     def __post_init__(self) -> None:
         for name in (

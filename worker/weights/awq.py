@@ -92,5 +92,5 @@ class Awq:
 
 def _in_order(words: Tensor) -> Tensor:
     """int32 [R, N / 8] to uint8 [R, N]."""
-    halves = nibbles(packed_words(words)).unflatten(1, (-1, 8))
+    halves = nibbles(packed_words(words)).view(words.shape[0], -1, 8)
     return halves[:, :, torch.tensor(_NIBBLE_OF_OUTPUT)].flatten(1)

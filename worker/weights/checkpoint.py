@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from legato.kernels.weight import QuantizedWeight
-
     from legato.worker.models.config import ModelConfig
 
 
@@ -18,8 +17,8 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(Protocol):
-    """Weights of one model, read lazily. Names are those of Hugging Face's Llama
-    (`model.layers.0.self_attn.q_proj.weight`, …), whatever the file calls them.
+    """Weights of one model, read lazily. Names and shapes are those of `tensor_table`, which are
+    Hugging Face's, whatever the file calls them.
     """
 
     config: ModelConfig

@@ -122,7 +122,7 @@ class CtLayout:
             unsigned = packed_words(stored.t())
             if self.bits == 4:
                 unsigned = nibbles(unsigned)
-            return unsigned.t()[:rows].float() - middle
+            return unsigned.t()[:rows].float().sub(middle)
         if bool(((stored < -middle) | (stored >= middle)).any()):
             raise parts.error(
                 "weight_zero_point", f"holds a number outside [{-middle}, {middle - 1}]"
@@ -224,6 +224,4 @@ def _layout(weights: ConfigFields, scheme: ConfigFields, form: str) -> CtLayout:
     group_size = weights.integer("group_size") if strategy == "group" else None
     if group_size is not None and (group_size < 8 or group_size % 8):
         raise weights.error("group_size", f"is {group_size}; must be a multiple of 8")
-    return CtLayout(
-        packed, bits, strategy, group_size, weights.boolean("symmetric", default=True)
-    )
+    return CtLayout(packed, bits, strategy, group_size, weights.boolean("symmetric", default=True))

@@ -29,7 +29,8 @@ def fingerprint(
     *,
     max_bytes_read_whole: int = MAX_BYTES_READ_WHOLE,
 ) -> str:
-    """Hex digest of the config, of the quantisation's settings, and of each tensor's name, dtype, shape and stored bytes.
+    """Hex digest of the config, of each tensor's name, dtype, shape and stored bytes, and of what
+    the config says about the quantisation of the weights.
 
     Tensors are taken in the order of their names, so that sharding and file names do not matter.
     Where they take more than `max_bytes_read_whole` together, a tensor larger than 64 KiB is

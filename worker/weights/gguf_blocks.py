@@ -24,7 +24,7 @@ def read_blocks(raw: Tensor, kind: str) -> QuantizedWeight:
     """
     num_scales = 2 if kind == "Q4_1" else 1
     block_bytes = 2 * num_scales + (BLOCK if kind == "Q8_0" else BLOCK // 2)
-    blocks = raw.unflatten(1, (-1, block_bytes))  # [N, G, bytes]
+    blocks = raw.view(raw.shape[0], -1, block_bytes)  # [N, G, bytes]
     numbers = blocks[..., : 2 * num_scales].contiguous().view(torch.float16).float()
     if not bool(torch.isfinite(numbers).all()):
         raise ValueError("holds a scale that is NaN or infinity")

@@ -16,7 +16,7 @@ from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.gguf_blocks import KEPT_TYPES, read_blocks
 from legato.worker.weights.gguf_header import GgufHeader
-from legato.worker.weights.llama_tensors import check_shapes, join_names, shape_error
+from legato.worker.weights.tensor_table import check_shapes, join_names, shape_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,9 +125,7 @@ class GgufCheckpoint:
         try:
             weight = read_blocks(self._raw_rows(stored), stored.dtype)
         except ValueError as error:
-            raise CheckpointError(
-                f"{self._file}: tensor {name} ({stored.name}) {error}"
-            ) from error
+            raise CheckpointError(f"{self._file}: tensor {name} ({stored.name}) {error}") from error
         self._read.add(name)
         num_heads = self._num_paired_heads(name)
         if num_heads is None:

@@ -83,7 +83,9 @@ class MatrixForm:
         found = [part for part in parts if part is not None]
         return join_rows(found) if len(found) == len(parts) else None
 
-    def of(self, names: Sequence[str], matrix: Tensor, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    def of(
+        self, names: Sequence[str], matrix: Tensor, dtype: torch.dtype
+    ) -> Tensor | QuantizedWeight:
         """A float matrix [N, K] made of `names`, quantised where that is asked for.
 
         A head has 8 bits where the others have 4: see docs/quantization.md for what 4 would cost.

@@ -9,6 +9,7 @@ from legato.worker.models.config_fields import ConfigFields
 from legato.worker.models.hf_config import read_json_object
 from legato.worker.weights import awq, compressed_tensors, gptq
 from legato.worker.weights.awq import Awq
+from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.compressed_tensors import CompressedTensors
 from legato.worker.weights.gptq import Gptq
 from legato.worker.weights.stored_matrix import Parts, StoredMatrix
@@ -101,6 +102,11 @@ class Quantization:
             layout = self._layout(stem, taken)
             name = f"{stem}.weight"
             matrices[name] = StoredMatrix(name, layout.shape(taken), layout, taken)
+        if not matrices:
+            raise CheckpointError(
+                f"{self.where}: says that the weights are quantised, but there are no tensors "
+                f"called {', '.join(f'*.{marker}' for marker in markers)}"
+            )
         return matrices
 
     def _suffixes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -13,18 +13,21 @@ from legato.worker.models.hf_config import declared_dtype, model_config, read_js
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
+from legato.worker.weights.hf_names import canonical_name
 from legato.worker.weights.quantization import Quantization
-from legato.worker.weights.llama_tensors import (
-    EMBEDDING,
+from legato.worker.weights.safetensors_files import stored_tensors
+from legato.worker.weights.tensor_table import (
     HEAD,
     check_shapes,
+    embedding_name,
     is_harmless,
     join_names,
+    model_tensors,
     shape_error,
 )
-from legato.worker.weights.safetensors_files import stored_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -52,16 +55,15 @@ class SafetensorsCheckpoint:
         config_file = folder / "config.json"
         values = read_json_object(config_file)
         self.config = self._file_config = model_config(values, str(config_file))
-        self._tensors = {tensor.name: tensor for tensor in stored_tensors(folder)}
+        self._embedding = embedding_name(self.config)
+        self._tensors = self._by_canonical_name(stored_tensors(folder))
         self._stored = list(self._tensors.values())
         self._quantization = Quantization.of_folder(folder, values)
-        self._matrices: dict[str, StoredMatrix] = {}
-        if self._quantization is not None:
-            self._matrices = self._quantization.matrices(self._tensors, self._stored_values)
+        self._matrices = self._quantized_matrices()
         names = self._tensors.keys()
-        if self.config.tie_word_embeddings and HEAD in names and EMBEDDING not in names:
+        if self.config.tie_word_embeddings and HEAD in names and self._embedding not in names:
             # The tied matrix was saved under its other name.
-            self._tensors[EMBEDDING] = self._tensors.pop(HEAD)
+            self._tensors[self._embedding] = self._tensors.pop(HEAD)
         if HEAD in self._matrices:
             self.config = replace(self.config, tie_word_embeddings=False)
         self._handles: dict[Path, Any] = {}  # safetensors publishes no type for its handle
@@ -81,7 +83,7 @@ class SafetensorsCheckpoint:
                     f"{', '.join(DTYPES)}"
                 )
         declared = declared_dtype(values, str(config_file))
-        self._native_dtype = declared or DTYPES[self._tensors[EMBEDDING].dtype]
+        self._native_dtype = declared or DTYPES[self._tensors[self._embedding].dtype]
         self._use_a_differing_head()
         self._read: set[str] = set()
         self._fingerprint: str | None = None
@@ -149,6 +151,17 @@ class SafetensorsCheckpoint:
             file = everything[min(unread)].file
             raise CheckpointError(f"{file}: the model never read tensor {join_names(unread)}")
 
+    def _quantized_matrices(self) -> dict[str, StoredMatrix]:
+        """Takes their parts out of the plain tensors."""
+        if self._quantization is None:
+            return {}
+        matrices = self._quantization.matrices(self._tensors, self._stored_values)
+        if matrices and self.config.architecture == "gpt2":
+            raise CheckpointError(
+                f"{self._quantization.where}: quantised weights of GPT-2 are not supported"
+            )
+        return matrices
+
     def _codes(self, matrix: StoredMatrix, shape: tuple[int, ...]) -> Codes:
         if matrix.shape != shape:
             raise shape_error(matrix.file, matrix.name, matrix.shape, shape)
@@ -178,12 +191,26 @@ class SafetensorsCheckpoint:
             if bias is not None and name not in wanted and not self._stored_values(bias).any():
                 del self._tensors[name]
 
+    def _by_canonical_name(self, stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+        """Without the tensors of parts that are not served."""
+        tensors: dict[str, StoredTensor] = {}
+        for tensor in stored:
+            name = canonical_name(tensor.name, self.config)
+            if name is None:
+                continue
+            if name in tensors:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name} is the same as {tensors[name].name}"
+                )
+            tensors[name] = tensor
+        return tensors
+
     def _use_a_differing_head(self) -> None:
         """A file may hold a head of its own although the config says that it is tied.
 
         transformers takes the file's word then: the head is used as it is, with a warning.
         """
-        head, embedding = self._tensors.get(HEAD), self._tensors[EMBEDDING]
+        head, embedding = self._tensors.get(HEAD), self._tensors[self._embedding]
         if head is None or not self.config.tie_word_embeddings:
             return
         if (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and torch.equal(
@@ -197,5 +224,5 @@ class SafetensorsCheckpoint:
             "it is used as the head",
             head.file,
             HEAD,
-            EMBEDDING,
+            self._embedding,
         )
