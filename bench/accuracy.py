@@ -163,7 +163,7 @@ def main() -> int:
         default=[],
         help="a dtype, a value of --weights, or both: int8+bfloat16",
     )
-    parser.add_argument("--window", type=int, default=512, help="tokens")
+    parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
     if arguments.threads is not None:
