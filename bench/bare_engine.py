@@ -22,7 +22,7 @@ from legato.worker.kv.block_pool import blocks_for
 from legato.worker.lifecycle import Lifecycle
 from legato.worker.loading import load_model
 from legato.worker.node import WorkerNode
-from legato.worker.sampler import SamplingRow, sample
+from legato.worker.sampler import SamplingRow, launch_sample, sample
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.decode import DecodeScheduler
 from legato.worker.scheduling.prefill import PrefillScheduler

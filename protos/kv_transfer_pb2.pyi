@@ -57,10 +57,12 @@ class KvBegin(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """The sender's; refused naming the field where it does not fit the receiver's."""
     protocol_version: _builtins.int
     num_tokens: _builtins.int
+    weights: _builtins.str
     @_builtins.property
     def ticket(self) -> _worker_pb2.KvTicket: ...
     @_builtins.property
@@ -73,10 +75,11 @@ class KvBegin(_message.Message):
         layout: _worker_pb2.KvLayout | None = ...,
         protocol_version: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_fingerprint", b"model_fingerprint", "num_tokens", b"num_tokens", "protocol_version", b"protocol_version", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_fingerprint", b"model_fingerprint", "num_tokens", b"num_tokens", "protocol_version", b"protocol_version", "ticket", b"ticket", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,6 +105,7 @@ class WorkerNode:
                 worker_id=f"{config.role}-{uuid.uuid4().hex}",
                 role=config.role,
                 model_fingerprint=loaded.fingerprint,
+                weights=loaded.weights,
                 model=model,
                 dtype=loaded.dtype,
                 context_length=_context_length(config, model.context_length),

@@ -158,7 +158,9 @@ class _Logprobs:
             places = [r for r, _ in asked]
             logits = _rows(logits, places)
             tokens = tokens[torch.tensor(places, device=logits.device)]
-        return cls(asked, logprobs(logits, tokens, max(count for _, count in asked)))
+        best = max(count for _, count in asked)
+        # A broken row is reported by `collect`; here its -1 must only not be an index.
+        return cls(asked, logprobs(logits, tokens.clamp(min=0), best))
 
 
 def _choices(rows: Sequence[SamplingRow], device: torch.device) -> Choices:

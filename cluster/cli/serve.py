@@ -10,7 +10,7 @@ import typer
 
 from legato.cluster.cli.connection import DEFAULT_PORT
 from legato.cluster.cli.progress import TerminalProgress
-from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
+from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +66,13 @@ def serve(
             "the tokens; auto is the weights' dtype."
         ),
     ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Of the matrices: auto, keep (GGUF's blocks as they are), int8, int4, "
+            "or int4-g64, -g128, -g64-sym, -g128-sym."
+        ),
+    ] = "auto",
     kv_memory: Annotated[str, typer.Option(help="KV cache of each worker.")] = "1GiB",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     context_length: Annotated[
@@ -114,6 +121,10 @@ def serve(
         raise typer.BadParameter(
             f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
         )
+    if weights not in WEIGHTS:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(WEIGHTS)}, got {weights!r}", param_hint="--weights"
+        )
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
         raise typer.BadParameter(
             f"must be auto, cpu or cuda, got {device!r}", param_hint="--device"
@@ -136,6 +147,7 @@ def serve(
             device=device,
             dtype=dtype,
             kv_cache=kv_cache,
+            weights=weights,
             kv_memory_bytes=kv_memory_bytes,
             block_size=block_size,
             prefill_chunk_tokens=prefill_chunk_tokens,

@@ -20,7 +20,9 @@ def rows_of_all_sizes() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     sizes = (1e-42, 1e-38, 1.5e-36, 3e-5, 1.0, 300.0, 1e20, 3e37)
     rows = torch.cat([torch.randn(16, 3, 50, generator=generator) * size for size in sizes])
-    ties = torch.arange(-127, 128).float()[torch.randint(255, (8, 3, 50), generator=generator)] + 0.5
+    ties = (
+        torch.arange(-127, 128).float()[torch.randint(255, (8, 3, 50), generator=generator)] + 0.5
+    )
     ties[..., 0] = 127.0
     rows = torch.cat([rows, ties.clamp(-127, 127), torch.zeros(1, 3, 50)])
     rows[70, 1, 7] = 1e6

@@ -58,16 +58,12 @@ def poison(case: PagedCase) -> PagedCase:
 
 
 def attend(case: PagedCase) -> Tensor:
-    attention = (
-        paged_decode_attention if case.plan.one_query_each else paged_prefill_attention
-    )
+    attention = paged_decode_attention if case.plan.one_query_each else paged_prefill_attention
     return attention(case.q, case.pages, case.plan, case.scale, window=case.window)
 
 
 def error(case: PagedCase) -> float:
-    right = reference.paged_attention(
-        case.q, case.pages, case.plan, case.scale, window=case.window
-    )
+    right = reference.paged_attention(case.q, case.pages, case.plan, case.scale, window=case.window)
     # A NaN counts as an error, whatever is asked of the maximum.
     return float((attend(case) - right).abs().nan_to_num(nan=torch.inf).max())
 

@@ -138,10 +138,13 @@ def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
     return ReadTokens(sampled)
 
 
-def fake_loaded(config: ModelConfig | None = None, fingerprint: str = "fake") -> LoadedModel:
+def fake_loaded(
+    config: ModelConfig | None = None, fingerprint: str = "fake", weights: str = "float32"
+) -> LoadedModel:
     return LoadedModel(
         FakeModel(config or fake_config()),
         fingerprint,
+        weights,
         torch.float32,
         torch.device("cpu"),
         Path("fake"),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 import torch
-from fake_engine import fake_config
 from memory_checkpoint import MemoryCheckpoint
 from paged_runner import PagedRunner
 from tiny_models import make_model
@@ -135,7 +134,9 @@ def alone(model: Model, prompt: list[int], num_tokens: int, dtype: torch.dtype) 
 
 
 @asynccontextmanager
-async def serving(role: Role, model: Model, kv_cache: str) -> AsyncIterator[tuple[WorkerServer, str]]:
+async def serving(
+    role: Role, model: Model, kv_cache: str
+) -> AsyncIterator[tuple[WorkerServer, str]]:
     server = WorkerServer(
         WorkerConfig(
             model="tiny",
@@ -206,7 +207,9 @@ async def test_a_pair_answers_like_one_engine_with_the_same_kv(kv_cache: str) ->
     prompts = [[(7 * i * i + 3 * salt) % 256 for i in range(23 + salt)] for salt in range(6)]
     wanted = [alone(model, prompt, 24, dtype) for prompt in prompts]
     # The rounding is seen: in full precision some answers are others.
-    assert any(alone(model, p, 24, torch.float32) != w for p, w in zip(prompts, wanted, strict=True))
+    assert any(
+        alone(model, p, 24, torch.float32) != w for p, w in zip(prompts, wanted, strict=True)
+    )
     async with (
         serving("prefill", model, kv_cache) as (prefill, p_address),
         serving("decode", model, kv_cache) as (decode, d_address),

@@ -74,6 +74,7 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
             pid=os.getpid(),
             host=socket.gethostname(),
             protocol_version=PROTOCOL_VERSION,
+            weights=identity.weights,
         )
 
     @reports_errors
