@@ -171,14 +171,16 @@ def test_linear_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),
         ({"llama.rope.scaling.factor": 2.0}, "llama.rope.scaling.factor is 2.0"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8"),
-        ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is 64"),
+        ({"llama.attention.sliding_window_pattern": 6}, "sliding_window_pattern is 6"),
+        ({"split.count": 3}, "split.count is 3"),
         ({"llama.attention.causal": False}, "llama.attention.causal is false"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
-        ({"llama.block_count": 10**9}, "num_layers must be at most 10000"),
+        ({"llama.block_count": 10**9}, "llama.block_count must be from 1 to 10000"),
         ({"llama.block_count": 2}, "no place for tensor model.layers.2."),
         ({"llama.embedding_length": 32}, "embed_tokens.weight has shape [320, 64]"),
         ({"llama.attention.head_count": [4, 4, 4]}, "head_count must be a whole number"),
@@ -202,7 +204,7 @@ def test_other_architecture_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", make_llama())
     data = file.read_bytes()
     file.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0falco", 1))
-    with pytest.raises(CheckpointError, match=r"architecture is 'falco'; only llama"):
+    with pytest.raises(CheckpointError, match=r"architecture is 'falco'; supported are llama, qwen2, "):
         open_checkpoint(file)
 
 

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from legato.worker.models.config import ModelConfig, RopeConfig
-from legato.worker.models.gguf_config import llama3_divisors
+from legato.worker.models.gguf_rope import llama3_divisors
 from legato.worker.models.hf_config import declared_dtype, model_config
 from legato.worker.models.rope import inverse_frequencies
 from legato.worker.weights.checkpoint import CheckpointError

@@ -1,37 +1,61 @@
-"""gguf_config: the metadata of a GGUF file of architecture "llama" as a ModelConfig."""
+"""gguf_config: the metadata of a GGUF file, of each architecture served, as a ModelConfig."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.worker.models.config import ModelConfig, RopeConfig
 from legato.worker.models.config_fields import ConfigFields
+from legato.worker.models.gguf_rope import read_gguf_rope
+from legato.worker.models.gguf_sizes import GgufSizes, read_gguf_sizes
 from legato.worker.weights.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-# Settings of arch "llama" that change the computation and that this engine does not know.
-# Absent or 0 means off; anything else is refused.
+# Settings that change the computation and that this engine does not know. Absent or 0 means off;
+# anything else is refused.
 _UNSUPPORTED = (
     "expert_count",
     "expert_used_count",
-    "attention.sliding_window",
     "attention.scale",
+    "attention.output_scale",
     "attention.temperature_scale",
     "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "attention.shared_kv_layers",
+    "use_parallel_residual",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "embedding_scale",
     "residual_scale",
     "logit_scale",
 )
-# What the converter writes into rope_freqs.weight depends on these two, which it does not
-# write; they are the same in every Llama 3.1, 3.2 and 3.3.
-LLAMA3_LOW_FREQ_FACTOR = 1.0
-LLAMA3_HIGH_FREQ_FACTOR = 4.0
-LLAMA3_ORIGINAL_CONTEXT_LENGTH = 8192
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+# The file does not tell how Gemma 3's scores are scaled: as in llama.cpp, the number of layers
+# does. It is 1 / sqrt(head_dim) but for the 27B model, which has these layers.
+GEMMA3_27B_LAYERS = 62
+GEMMA3_WINDOW_PATTERN = 6  # every sixth layer sees all; no file has needed the key so far
+GEMMA3_LOCAL_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a config is made from; see `gguf_model_config`."""
+
+    architecture: str
+    fields: ConfigFields  # those of the architecture
+    tensor_names: Collection[str]
+    vocab_size: int
+    rope_freqs: Sequence[float] | None
+
+    @property
+    def has_no_head(self) -> bool:
+        """Whether the embedding is the head too."""
+        return "output.weight" not in self.tensor_names
 
 
 def gguf_model_config(
@@ -51,38 +75,31 @@ def gguf_model_config(
         CheckpointError: something is missing, malformed or not served by this engine.
     """
     architecture = ConfigFields(metadata, where, "general.").text("architecture")
-    if architecture != "llama":
+    if architecture not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{where}: general.architecture is {architecture!r}; only llama is supported"
+            f"{where}: general.architecture is {architecture!r}; supported are "
+            f"{', '.join(_ARCHITECTURES)}"
         )
-    fields = ConfigFields(metadata, where, "llama.")
+    parts = ConfigFields(metadata, where, "split.")
+    if parts.integer("count", 1) > 1:
+        raise parts.error(
+            "count", f"is {parts.integer('count')}: one part of a model; join the parts first"
+        )
+    fields = ConfigFields(metadata, where, f"{architecture}.")
     for name in _UNSUPPORTED:
         value = fields.get(name)
         if value not in (None, 0):
             raise fields.error(name, f"is {value!r}, which is not supported")
     if not fields.boolean("attention.causal", default=True):
         raise fields.error("attention.causal", "is false; only causal models are supported")
-
-    num_heads = fields.integer("attention.head_count")
-    head_dim = _head_dim(fields, num_heads)
-    context_length = fields.integer("context_length")
+    if rope_freqs is not None and architecture != "llama":
+        raise CheckpointError(
+            f"{where}: tensor rope_freqs.weight is supported for architecture llama only, the "
+            f"file's is {architecture}"
+        )
     try:
-        return ModelConfig(
-            architecture="llama",
-            num_layers=fields.integer("block_count"),
-            hidden_size=fields.integer("embedding_length"),
-            intermediate_size=fields.integer("feed_forward_length"),
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            vocab_size=vocab_size,
-            context_length=context_length,
-            norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-            tie_word_embeddings="output.weight" not in tensor_names,
-            attention_bias="blk.0.attn_q.bias" in tensor_names,
-            attention_out_bias="blk.0.attn_output.bias" in tensor_names,
-            mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
-            rope=_rope(fields, head_dim, rope_freqs),
+        return _ARCHITECTURES[architecture](
+            _File(architecture, fields, tensor_names, vocab_size, rope_freqs)
         )
     except CheckpointError:
         raise
@@ -90,82 +107,128 @@ def gguf_model_config(
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _head_dim(fields: ConfigFields, num_heads: int) -> int:
-    hidden_size = fields.integer("embedding_length")
-    if num_heads < 1:
-        raise fields.error("attention.head_count", f"must be at least 1, got {num_heads}")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        value = fields.integer(name, head_dim)
-        if value != head_dim:
-            raise fields.error(name, f"is {value}; it must equal the length of a head, {head_dim}")
-    return head_dim
-
-
-def _rope(fields: ConfigFields, head_dim: int, rope_freqs: Sequence[float] | None) -> RopeConfig:
-    theta = fields.number("rope.freq_base", 10000.0)
-    # An early name of linear scaling, before there was a type.
-    old_factor = fields.number("rope.scale_linear", 1.0)
-    kind = fields.text("rope.scaling.type", "none" if old_factor == 1.0 else "linear")
-    if kind not in ("none", "linear"):
-        raise fields.error("rope.scaling.type", f"is {kind!r}; supported are none and linear")
-    for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"):
-        if fields.number(name, 1.0) != 1.0:
-            raise fields.error(name, "must be 1, other values are not supported")
-    factor = fields.number("rope.scaling.factor", old_factor)
-    if kind == "none":
-        if factor != 1.0:
-            raise fields.error("rope.scaling.factor", f"is {factor} without rope.scaling.type")
-        if rope_freqs is None:
-            return RopeConfig(theta=theta)
-        if len(rope_freqs) != head_dim // 2:
-            raise CheckpointError(
-                f"{fields.where}: tensor rope_freqs.weight has {len(rope_freqs)} numbers, a head "
-                f"of {head_dim} needs {head_dim // 2}"
-            )
-        if max(rope_freqs, default=1.0) == 1.0:
-            return RopeConfig(theta=theta)
-        return _llama3(fields, theta, head_dim, rope_freqs)
-    if rope_freqs is not None:
-        raise fields.error("rope.scaling.type", "is linear beside a tensor rope_freqs.weight")
-    return RopeConfig(theta=theta, kind="linear", factor=factor)
-
-
-def _llama3(
-    fields: ConfigFields, theta: float, head_dim: int, rope_freqs: Sequence[float]
-) -> RopeConfig:
-    """Finds the llama3 settings that rope_freqs.weight was made from."""
-    rope = RopeConfig(
-        theta=theta,
-        kind="llama3",
-        factor=max(rope_freqs),
-        low_freq_factor=LLAMA3_LOW_FREQ_FACTOR,
-        high_freq_factor=LLAMA3_HIGH_FREQ_FACTOR,
-        original_context_length=fields.integer(
-            "rope.scaling.original_context_length", LLAMA3_ORIGINAL_CONTEXT_LENGTH
-        ),
-    )
-    expected = llama3_divisors(rope, head_dim)
-    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, rope_freqs, strict=True)):
-        raise CheckpointError(
-            f"{fields.where}: tensor rope_freqs.weight does not follow the llama3 rule with "
-            f"factor {rope.factor:g} and original length {rope.original_context_length}, the only "
-            "one supported"
-        )
-    return rope
-
-
-def llama3_divisors(rope: RopeConfig, head_dim: int) -> list[float]:
-    """What llama3 scaling divides each of the head_dim / 2 RoPE frequencies by.
-
-    Long waves are stretched by `factor`, short ones not at all; between the two limits the
-    frequency is interpolated (Llama 3.1's rule).
+def _llama_config(file: _File) -> ModelConfig:
+    """Llama, and Mistral: files of the latter say llama too. Where they name a window, all layers
+    have it; llama.cpp's converter leaves it out.
     """
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    divisors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope.theta ** (2 * pair / head_dim)
-        turns = rope.original_context_length / wavelength
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-        divisors.append(1.0 / ((1.0 - kept) / rope.factor + kept))
-    return divisors
+    _refuse(file.fields, WINDOW_PATTERN)
+    sizes = read_gguf_sizes(file.fields)
+    window = file.fields.integer(WINDOW, 0)
+    return _decoder_config(
+        file,
+        sizes,
+        attention_bias="blk.0.attn_q.bias" in file.tensor_names,
+        layer_windows=(window,) * sizes["num_layers"] if window else (),
+    )
+
+
+def _qwen2_config(file: _File) -> ModelConfig:
+    """Also Qwen2.5. Which layers would have a window, no key tells."""
+    _refuse(file.fields, WINDOW)
+    return _decoder_config(file, read_gguf_sizes(file.fields), attention_bias=True)
+
+
+def _qwen3_config(file: _File) -> ModelConfig:
+    _refuse(file.fields, WINDOW)
+    return _decoder_config(
+        file,
+        read_gguf_sizes(file.fields),
+        attention_bias="blk.0.attn_q.bias" in file.tensor_names,
+        qk_norm=True,
+    )
+
+
+def _gemma3_config(file: _File) -> ModelConfig:
+    fields, sizes = file.fields, read_gguf_sizes(file.fields)
+    scaled_size = sizes["head_dim"]
+    if sizes["num_layers"] == GEMMA3_27B_LAYERS:
+        scaled_size = sizes["hidden_size"] // sizes["num_heads"]
+    return ModelConfig(
+        **sizes,
+        architecture=file.architecture,
+        vocab_size=file.vocab_size,
+        tie_word_embeddings=file.has_no_head,
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        qk_norm=True,
+        activation="gelu_tanh",
+        rope=read_gguf_rope(fields, sizes["head_dim"], sizes["context_length"], theta=None),
+        local_rope=RopeConfig(theta=fields.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)),
+        layer_windows=_gemma3_windows(fields, sizes["num_layers"]),
+        attention_scale=scaled_size**-0.5,
+    )
+
+
+def _gemma3_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """The last of every `pattern` layers sees all; a file without the key has no window at all."""
+    window = fields.integer(WINDOW, 0)
+    pattern = fields.integer(WINDOW_PATTERN, GEMMA3_WINDOW_PATTERN)
+    if pattern < 1:
+        raise fields.error(WINDOW_PATTERN, f"must be at least 1, got {pattern}")
+    if window == 0:
+        return ()
+    return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
+
+
+def _gpt2_config(file: _File) -> ModelConfig:
+    _refuse(file.fields, WINDOW)
+    sizes = read_gguf_sizes(file.fields)
+    if sizes["num_kv_heads"] != sizes["num_heads"]:
+        raise file.fields.error("attention.head_count_kv", "must be as many as head_count")
+    if sizes["num_heads"] * sizes["head_dim"] != sizes["hidden_size"]:
+        raise file.fields.error(
+            "embedding_length",
+            f"{sizes['hidden_size']} must be {sizes['num_heads']} heads of {sizes['head_dim']}",
+        )
+    return ModelConfig(
+        **sizes,
+        architecture=file.architecture,
+        vocab_size=file.vocab_size,
+        tie_word_embeddings=file.has_no_head,
+        norm_eps=file.fields.number("attention.layer_norm_epsilon"),
+        attention_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        activation="gelu_tanh",
+        rope=None,
+        num_learned_positions=sizes["context_length"],
+    )
+
+
+_ARCHITECTURES: dict[str, Callable[[_File], ModelConfig]] = {
+    "llama": _llama_config,
+    "qwen2": _qwen2_config,
+    "qwen3": _qwen3_config,
+    "gemma3": _gemma3_config,
+    "gpt2": _gpt2_config,
+}
+
+
+def _decoder_config(
+    file: _File,
+    sizes: GgufSizes,
+    *,
+    attention_bias: bool,
+    qk_norm: bool = False,
+    layer_windows: tuple[int | None, ...] = (),
+) -> ModelConfig:
+    """What Llama and the Qwens have in common."""
+    return ModelConfig(
+        **sizes,
+        architecture=file.architecture,
+        vocab_size=file.vocab_size,
+        tie_word_embeddings=file.has_no_head,
+        norm_eps=file.fields.number("attention.layer_norm_rms_epsilon"),
+        attention_bias=attention_bias,
+        attention_out_bias="blk.0.attn_output.bias" in file.tensor_names,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensor_names,
+        qk_norm=qk_norm,
+        rope=read_gguf_rope(
+            file.fields, sizes["head_dim"], sizes["context_length"], rope_freqs=file.rope_freqs
+        ),
+        layer_windows=layer_windows,
+    )
+
+
+def _refuse(fields: ConfigFields, name: str) -> None:
+    if fields.get(name) not in (None, 0):
+        raise fields.error(name, f"is {fields.get(name)!r}, which is not supported")

@@ -1,8 +1,7 @@
-"""GgufCheckpoint: a llama.cpp file, served under Hugging Face's names and in its row order."""
+"""GgufCheckpoint: a llama.cpp file, served under Hugging Face's names and with its values."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.gguf_blocks import KEPT_TYPES, read_blocks
 from legato.worker.weights.gguf_header import GgufHeader
+from legato.worker.weights.gguf_names import GGUF_NAMES, halves_from_pairs
 from legato.worker.weights.tensor_table import check_shapes, join_names, shape_error
 
 if TYPE_CHECKING:
@@ -29,23 +29,6 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 ROPE_FREQS = "rope_freqs.weight"
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GgufCheckpoint:
@@ -78,14 +61,23 @@ class GgufCheckpoint:
             where=str(file),
         )
         self._all_tensors = header.tensors
-        self._tensors = {
-            hugging_face_name(tensor.name): tensor
-            for tensor in header.tensors
-            if tensor.name != ROPE_FREQS  # now part of the config
-        }
+        self._names = GGUF_NAMES[self.config.architecture]
+        unknown = []
+        self._tensors: dict[str, StoredTensor] = {}
+        for tensor in header.tensors:
+            name = self._names.hugging_face_name(tensor.name)
+            if name is not None:
+                self._tensors[name] = tensor
+            elif tensor.name != ROPE_FREQS:  # now part of the config
+                unknown.append(tensor.name)
+        if unknown:
+            raise CheckpointError(
+                f"{file}: a {self.config.architecture} has no place for tensor "
+                f"{join_names(unknown)}"
+            )
         check_shapes(
             self.config,
-            {name: tensor.shape for name, tensor in self._tensors.items()},
+            {name: self._names.shape(name, t.shape) for name, t in self._tensors.items()},
             dict.fromkeys(self._tensors, str(file)),
             str(file),
         )
@@ -120,14 +112,14 @@ class GgufCheckpoint:
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
         """See `Checkpoint`."""
         stored = self._found(name, shape)
-        if stored.dtype not in KEPT_TYPES:
+        if stored.dtype not in KEPT_TYPES or self._names.is_transposed(name):
             return None
         try:
             weight = read_blocks(self._raw_rows(stored), stored.dtype)
         except ValueError as error:
             raise CheckpointError(f"{self._file}: tensor {name} ({stored.name}) {error}") from error
         self._read.add(name)
-        num_heads = self._num_paired_heads(name)
+        num_heads = self._names.num_interleaved_heads(name, self.config)
         if num_heads is None:
             return weight
         order = torch.arange(weight.out_features)
@@ -136,10 +128,7 @@ class GgufCheckpoint:
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Reads and dequantises one tensor on the CPU, as `Checkpoint.tensor` says."""
         stored = self._found(name, shape)
-        values = self._dequantized(stored)
-        num_heads = self._num_paired_heads(name)
-        if num_heads is not None:
-            values = halves_from_pairs(values, num_heads)
+        values = self._names.restored(name, self._dequantized(stored), self.config)
         self._read.add(name)
         return convert(values, dtype, file=str(self._file), name=f"{name} ({stored.name})")
 
@@ -153,15 +142,10 @@ class GgufCheckpoint:
         stored = self._tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self._file}: tensor {name} is missing from the checkpoint")
-        if stored.shape != shape:
-            raise shape_error(str(self._file), name, stored.shape, shape)
+        found = self._names.shape(name, stored.shape)
+        if found != shape:
+            raise shape_error(str(self._file), name, found, shape)
         return stored
-
-    def _num_paired_heads(self, name: str) -> int | None:
-        """Heads of a tensor whose rows GGUF reorders; None for all others."""
-        if ".q_proj." in name:
-            return self.config.num_heads
-        return self.config.num_kv_heads if ".k_proj." in name else None
 
     def _divisors(self, rope_freqs: StoredTensor) -> list[float]:
         values = self._dequantized(rope_freqs).float()
@@ -185,25 +169,3 @@ class GgufCheckpoint:
         raw = np.array(self._data[stored.start : stored.stop])  # a copy: torch wants it writable
         block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored.dtype]]
         return torch.from_numpy(raw).view(-1, stored.shape[-1] // block_elements * block_bytes)
-
-
-def hugging_face_name(name: str) -> str:
-    """The name that Hugging Face's Llama gives to GGUF's tensor; unknown names stay as they are."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _OUTER:
-        return f"{_OUTER[stem]}.{kind}"
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _IN_LAYER:
-        return name
-    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
-
-
-def halves_from_pairs(rows: Tensor, num_heads: int) -> Tensor:
-    """Undoes GGUF's row order of Q and K: [num_heads * head_dim, ...] in and out.
-
-    GGML rotates neighbouring rows (0, 1), (2, 3), …; Hugging Face rotates row i of a head with
-    row i + head_dim / 2. So GGUF files interleave the two halves of every head.
-    """
-    head_dim = rows.shape[0] // num_heads
-    pairs = rows.reshape(num_heads, head_dim // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(rows.shape)
