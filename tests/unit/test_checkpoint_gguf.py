@@ -204,7 +204,9 @@ def test_other_architecture_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", make_llama())
     data = file.read_bytes()
     file.write_bytes(data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0falco", 1))
-    with pytest.raises(CheckpointError, match=r"architecture is 'falco'; supported are llama, qwen2, "):
+    with pytest.raises(
+        CheckpointError, match=r"architecture is 'falco'; supported are llama, qwen2, "
+    ):
         open_checkpoint(file)
 
 

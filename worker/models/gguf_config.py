@@ -149,6 +149,8 @@ def _gemma3_config(file: _File) -> ModelConfig:
         vocab_size=file.vocab_size,
         tie_word_embeddings=file.has_no_head,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        attention_bias="blk.0.attn_q.bias" in file.tensor_names,
+        attention_out_bias="blk.0.attn_output.bias" in file.tensor_names,
         qk_norm=True,
         activation="gelu_tanh",
         rope=read_gguf_rope(fields, sizes["head_dim"], sizes["context_length"], theta=None),
