@@ -247,7 +247,7 @@ def test_k_quants(tmp_path: Path, kind: Kind, family: str) -> None:
         for seed, (name, values) in enumerate(stored.items())
         if values.ndim > 1 and values.shape[1] % 256 == 0
     }
-    assert len(raw) > 10
+    assert len(raw) >= 10
     file = write_gguf(
         tmp_path / "m.gguf", reference, tensors=raw, raw_types=dict.fromkeys(raw, kind)
     )
