@@ -20,7 +20,9 @@ def rows_of_all_sizes() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     sizes = (1e-42, 1e-38, 1.5e-36, 3e-5, 1.0, 300.0, 1e20, 3e37)
     rows = torch.cat([torch.randn(16, 3, 50, generator=generator) * size for size in sizes])
-    ties = torch.arange(-127, 128).float()[torch.randint(255, (8, 3, 50), generator=generator)] + 0.5
+    ties = (
+        torch.arange(-127, 128).float()[torch.randint(255, (8, 3, 50), generator=generator)] + 0.5
+    )
     ties[..., 0] = 127.0
     rows = torch.cat([rows, ties.clamp(-127, 127), torch.zeros(1, 3, 50)])
     rows[70, 1, 7] = 1e6
@@ -72,12 +74,14 @@ def test_a_nan_stays_one(dtype: torch.dtype) -> None:
         torch.testing.assert_close(pages.k_scale, scales, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(not native.available(), reason="the C kernels are not compiled")
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize("head_dim", [50, 48, 6])
-def test_scatter_in_c_writes_torchs_bits_and_nothing_else(
-    dtype: torch.dtype, head_dim: int
+def test_scatter_writes_torchs_bits_and_nothing_else(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch, *, portable: bool
 ) -> None:
+    if portable:
+        monkeypatch.setattr(native, "available", lambda: False)
     generator = torch.Generator().manual_seed(1)
     k = rows_of_all_sizes()[..., :head_dim]
     num_tokens = k.shape[0]

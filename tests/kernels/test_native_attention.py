@@ -58,16 +58,12 @@ def poison(case: PagedCase) -> PagedCase:
 
 
 def attend(case: PagedCase) -> Tensor:
-    attention = (
-        paged_decode_attention if case.plan.one_query_each else paged_prefill_attention
-    )
+    attention = paged_decode_attention if case.plan.one_query_each else paged_prefill_attention
     return attention(case.q, case.pages, case.plan, case.scale, window=case.window)
 
 
 def error(case: PagedCase) -> float:
-    right = reference.paged_attention(
-        case.q, case.pages, case.plan, case.scale, window=case.window
-    )
+    right = reference.paged_attention(case.q, case.pages, case.plan, case.scale, window=case.window)
     # A NaN counts as an error, whatever is asked of the maximum.
     return float((attend(case) - right).abs().nan_to_num(nan=torch.inf).max())
 
@@ -308,6 +304,23 @@ def test_what_c_would_not_check_is_refused() -> None:
         wide = dataclasses.replace(case.plan, **{name: getattr(case.plan, name).long()})
         with pytest.raises(ValueError, match=f"{name} must be int32"):
             attend(dataclasses.replace(case, plan=wide))
+
+
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_the_portable_path_serves_the_same_cases(
+    kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    for num_queries, window in (([1] * 4, None), ([1, 9, 70, 5], 20), ([1] * 4, 20)):
+        case = make_case(
+            context_lens=[1, 16, 90, 300],
+            num_queries=num_queries,
+            num_heads=6,
+            num_kv_heads=2,
+            kv_dtype=kv_dtype,
+            window=window,
+        )
+        assert error(case) < 1e-5
 
 
 @pytest.mark.parametrize("level", ["avx2", "avx512"])

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 import torch
-from fake_engine import fake_config
 from memory_checkpoint import MemoryCheckpoint
 from paged_runner import PagedRunner
 from tiny_models import make_model
 from worker_pair import WAIT_S, sampling
 
 from legato.kernels.kv_scatter import kv_scatter
-from legato.protos import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
 from legato.worker.kv import wire
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from legato.worker.forward import Model
 
 CPU = torch.device("cpu")
-assert kv_transfer_pb2_grpc  # imported for its messages' descriptors
 
 
 def shape_of(dtype: torch.dtype, *, head_dim: int = 64) -> KvShape:
@@ -135,7 +133,9 @@ def alone(model: Model, prompt: list[int], num_tokens: int, dtype: torch.dtype) 
 
 
 @asynccontextmanager
-async def serving(role: Role, model: Model, kv_cache: str) -> AsyncIterator[tuple[WorkerServer, str]]:
+async def serving(
+    role: Role, model: Model, kv_cache: str
+) -> AsyncIterator[tuple[WorkerServer, str]]:
     server = WorkerServer(
         WorkerConfig(
             model="tiny",
@@ -206,7 +206,9 @@ async def test_a_pair_answers_like_one_engine_with_the_same_kv(kv_cache: str) ->
     prompts = [[(7 * i * i + 3 * salt) % 256 for i in range(23 + salt)] for salt in range(6)]
     wanted = [alone(model, prompt, 24, dtype) for prompt in prompts]
     # The rounding is seen: in full precision some answers are others.
-    assert any(alone(model, p, 24, torch.float32) != w for p, w in zip(prompts, wanted, strict=True))
+    assert any(
+        alone(model, p, 24, torch.float32) != w for p, w in zip(prompts, wanted, strict=True)
+    )
     async with (
         serving("prefill", model, kv_cache) as (prefill, p_address),
         serving("decode", model, kv_cache) as (decode, d_address),
@@ -228,4 +230,5 @@ async def test_workers_with_different_kv_refuse_each_other_by_name() -> None:
         serving("decode", model, "fp8") as (_, d_address),
     ):
         _, event = await answer(p_address, d_address, [1, 2, 3, 4, 5], 3)
-        assert "layout.dtype is 'int8', this worker's is 'float8_e4m3fn'" in str(event)
+        reason = event.handoff_failed.reason
+        assert "layout.dtype is 'int8', this worker's is 'float8_e4m3fn'" in reason
