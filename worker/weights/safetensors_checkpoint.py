@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from legato.worker.models.hf_config import declared_dtype, model_config, read_json_object
 from legato.worker.weights.checkpoint import CheckpointError
@@ -15,6 +14,7 @@ from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.hf_names import canonical_name
 from legato.worker.weights.safetensors_files import stored_tensors
+from legato.worker.weights.tensor_file import TensorFile
 from legato.worker.weights.tensor_table import (
     HEAD,
     check_shapes,
@@ -71,12 +71,9 @@ class SafetensorsCheckpoint:
                 )
         declared = declared_dtype(values, str(config_file))
         self._native_dtype = declared or DTYPES[self._tensors[self._embedding].dtype]
-        self._handles: dict[Path, Any] = {}  # safetensors publishes no type for its handle
+        self._handles: dict[Path, TensorFile] = {}
         for file in {tensor.file for tensor in self._tensors.values()}:
-            try:
-                self._handles[file] = safe_open(file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: cannot be read: {error}") from error
+            self._handles[file] = TensorFile(file)
         self._use_a_differing_head()
         self._read: set[str] = set()
         self._fingerprint: str | None = None
@@ -100,11 +97,8 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing from the checkpoint")
         if stored.shape != shape:
             raise shape_error(str(stored.file), name, stored.shape, shape)
-        try:
-            # By the file's own name: a tied embedding may be stored as the head.
-            read: Tensor = self._handles[stored.file].get_tensor(stored.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {name}: {error}") from error
+        # By the file's own name: a tied embedding may be stored as the head.
+        read = self._handles[stored.file].get_tensor(stored.name)
         self._read.add(name)
         return convert(read, dtype, file=str(stored.file), name=name)
 

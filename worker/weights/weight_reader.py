@@ -8,6 +8,7 @@ import torch
 
 from legato.kernels import native
 from legato.kernels.linear import pack_weight
+from legato.worker.weights.freed_memory import give_back_freed
 from legato.worker.weights.tensor_table import model_tensors
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class WeightReader:
         return stacked
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        give_back_freed()
         tensor = self._checkpoint.tensor(name, self._shapes[name], dtype)
         self._num_read += 1
         if self._on_progress is not None:
