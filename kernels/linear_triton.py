@@ -22,10 +22,10 @@ _ROWS, _COLUMNS, _DEPTH = 32, 64, 32
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _linear_kernel(
-    x_ptr: Tensor,
-    weight_ptr: Tensor,
-    bias_ptr: Tensor,
-    out_ptr: Tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     num_rows: int,
     num_columns: int,
     depth: int,

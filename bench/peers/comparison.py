@@ -26,6 +26,7 @@ class Turn:
     figures: Figures
     first_token_ids: list[int]  # of each request: do all compute the same model?
     limits: Limits  # of this round
+    others_share: float  # of the machine's CPU time during the run, taken by other processes
     decode_of_bandwidth: float | None = None
     prefill_of_matmul: float | None = None
 
@@ -45,6 +46,7 @@ class Row:
     same_first_tokens: float | None  # share of requests on which the best peer agrees with ours
     decode_of_bandwidth: float | None  # ours, as are the next
     prefill_of_matmul: float | None
+    others_share: float  # the highest of all turns: above a few percent the row is doubtful
 
 
 def metric_of(workload: Workload) -> str:
@@ -101,12 +103,21 @@ def _row(turns: Sequence[Turn]) -> Row:
         same_first_tokens=same,
         decode_of_bandwidth=_median([turn.decode_of_bandwidth for turn in ours]),
         prefill_of_matmul=_median([turn.prefill_of_matmul for turn in ours]),
+        others_share=max(turn.others_share for turn in turns),
     )
 
 
 def table(turned: Sequence[Row], contenders: Sequence[str]) -> str:
     """Markdown: times in ms, rates in tokens a second."""
-    head = ["workload", "precision", "figure", *contenders, "ours / best peer", "of the limit"]
+    head = [
+        "workload",
+        "precision",
+        "figure",
+        *contenders,
+        "ours / best peer",
+        "of the limit",
+        "others",
+    ]
     lines = [head, ["---"] * len(head)]
     for row in turned:
         scale, unit = (1e3, "ms") if row.metric == "itl_p50_s" else (1.0, "tok/s")
@@ -120,7 +131,10 @@ def table(turned: Sequence[Row], contenders: Sequence[str]) -> str:
         if row.metric == "output_tokens_per_s":
             share = None  # prefill and decode in one figure: there is no one limit
         of_limit = "–" if share is None else f"{share:.0%}"
-        lines.append([row.workload, row.precision, f"{name} {unit}", *cells, ratio, of_limit])
+        others = f"{row.others_share:.0%}"
+        lines.append(
+            [row.workload, row.precision, f"{name} {unit}", *cells, ratio, of_limit, others]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

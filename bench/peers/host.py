@@ -5,7 +5,7 @@
 It imports nothing but the standard library and the runner beside it, which imports the peer.
 Requests, each answered by one line with `ok`:
 
-    {"op": "prepare", "model", "precision", "work_dir"}       -> "path"
+    {"op": "prepare", "model", "precision", "work_dir"}       -> "path", null: no such precision
     {"op": "load", "path", "precision", "num_threads"}        -> "version"
     {"op": "run", "prompts", "num_at_once", "max_tokens"}     -> "requests" and the runner's own
 
@@ -15,14 +15,18 @@ A request of the answer is {"sent_s", "token_times_s", "token_ids"}. What fails 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Runner(Protocol):
@@ -40,7 +44,9 @@ class Runner(Protocol):
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Serves until standard input ends, or its parent does."""
+    if sys.platform == "linux":  # a parent that is killed must not leave a peer computing
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     module = _load_file(sys.argv[1])
@@ -59,11 +65,8 @@ def _answer(
     module: ModuleType, runner: Runner | None, request: dict[str, Any]
 ) -> tuple[Runner | None, dict[str, Any]]:
     op = request.pop("op")
-    if op in ("prepare", "load") and request["precision"] not in module.PRECISIONS:
-        raise ValueError(
-            f"precision {request['precision']} is not measured; "
-            f"there are {', '.join(module.PRECISIONS)}"
-        )
+    if op == "prepare" and request["precision"] not in module.PRECISIONS:
+        return runner, {"path": None}
     if op == "prepare":
         return runner, {"path": module.prepare(**request)}
     if op == "load":

@@ -67,6 +67,11 @@ class PeerProcess:
         await process.wait()
         self._stderr.close()
 
+    @property
+    def process_id(self) -> int:
+        """While it runs."""
+        return self._running().pid
+
     async def ask(self, timeout_s: float, **request: object) -> dict[str, Any]:
         """Sends a request and returns the answer.
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from legato.kernels.weight import QuantizedWeight
+
 
 class MemoryCheckpoint:
     """Hands out the model's tensors; `finish` fails where one was not asked for."""
@@ -44,6 +46,11 @@ class MemoryCheckpoint:
             raise CheckpointError(f"tensor {name} is {tuple(tensor.shape)}, expected {shape}")
         self._unread.discard(name)
         return tensor.detach().to(dtype, copy=True)
+
+    can_keep = auto_keeps = False
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        return None
 
     def finish(self) -> None:
         unread = self._unread - ({"lm_head.weight"} if self.config.tie_word_embeddings else set())
