@@ -31,8 +31,9 @@ def rounded(x: Tensor, group: int) -> Tensor:
     for first in range(0, x.shape[1], group):
         part = x[:, first : first + group]
         most = part.abs().amax(1, keepdim=True)
-        q = (part * (torch.tensor(127.0) / most)).round()
-        result[:, first : first + group] = q.double() * (most / torch.tensor(127.0)).double()
+        # As products of fp64 are exact, this rounds once, like a fused multiply and add.
+        q = (part.double() * (torch.tensor(127.0) / most).double()).round()
+        result[:, first : first + group] = q * (most / torch.tensor(127.0)).double()
     return result
 
 
