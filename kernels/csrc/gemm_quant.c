@@ -8,6 +8,8 @@
  */
 #include "gemm.h"
 
+#define PREFETCH_BYTES 2048
+
 enum { SCALES_F32 = 0, SCALES_F16 = 2 };
 enum { OFFSETS_NONE, OFFSETS_ZERO_POINTS, OFFSETS_F16, OFFSETS_F32 };
 
@@ -140,6 +142,8 @@ LG_INLINE void step(int bits, int rows, const uint8_t *a, const uint8_t *b,
 #pragma GCC unroll 4
     for (int v = 0; v < LG_PARTS; v++) {
         low[v] = lg_ivec_load(b + v * LG_WIDTH * 4);
+        /* With few rows the hardware's prefetchers are better, and with 8 bits always. */
+        if (bits == 4 && rows >= 4) __builtin_prefetch(b + v * LG_WIDTH * 4 + PREFETCH_BYTES);
         if (bits == 4) {
             high[v] = low[v] >> 4 & 0x0f0f0f0f;
             low[v] &= 0x0f0f0f0f;
