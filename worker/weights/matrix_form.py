@@ -107,7 +107,7 @@ class MatrixForm:
             return
         names = list(self._plain)
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        _log.warning(
+        _log.info(
             "%d matrices, %.1f MB, are not quantised and stay in the dtype: %s%s",
             len(names),
             sum(self._plain.values()) / 1e6,
