@@ -17,8 +17,8 @@ _BLOCK = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
 def _activate_kernel(
-    x_ptr: Tensor,
-    out_ptr: Tensor,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     width: int,
     x_stride: int,
     out_stride: int,
@@ -45,6 +45,7 @@ def activate(kind: str, x: Tensor, out: Tensor) -> Tensor:
     """See kernels.gated."""
     require_contiguous_rows(x=x, out=out)
     num_tokens, width = out.shape
-    grid = (num_tokens, triton.cdiv(width, _BLOCK))
-    _activate_kernel[grid](x, out, width, x.stride(0), out.stride(0), KIND=kind, BLOCK=_BLOCK)
+    if out.numel():
+        grid = (num_tokens, triton.cdiv(width, _BLOCK))
+        _activate_kernel[grid](x, out, width, x.stride(0), out.stride(0), KIND=kind, BLOCK=_BLOCK)
     return out

@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+# As csrc/kv_rows.h counts them.
+NATIVE_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+}
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from legato.kernels.layout import require_contiguous, require_shape
 from legato.kernels.weight import PackedWeight, QuantizedWeight, Weight
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KIND_CODES = {"f32": 0, "bf16": 1, "f16": 2, "q8": 3, "q4": 4}
 
 
 def take_rows(
     table: Weight, indices: Tensor, out: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> Tensor:
-    """out = table[indices] * scale, or `out +=` that.
+    """out = table[indices] * scale, or `out +=` that; in fp32, rounded once.
 
     Args:
         table: [V, N]; any form of a weight, converted to out's dtype.
@@ -27,16 +28,26 @@ def take_rows(
     width = table.shape[1] if isinstance(table, Tensor) else table.in_features
     require_shape(out, (indices.shape[0], width), "out")
     require_contiguous(out=out, indices=indices)
+    if out.is_cuda and not isinstance(table, PackedWeight):
+        from legato.kernels import rows_triton
+
+        return rows_triton.take_rows(table, indices, out, scale=scale, add=add)
     if native.takes(out) and isinstance(table, Tensor):
         require_contiguous(table=table)
         sizes = (indices.shape[0], width, _DTYPE_CODES[table.dtype], int(add))
         native.launch("lg_take_rows", (table, indices, out), sizes, (scale,))
         return out
     if isinstance(table, PackedWeight):
-        raise NotImplementedError("rows of a packed weight")
+        if not native.takes(out):
+            raise ValueError(f"with a packed weight, out must be fp32 on the CPU, got {out.dtype}")
+        groups = (table.group_size, *table.group_codes) if table.group_size else ()
+        sizes = (indices.shape[0], width, _KIND_CODES[table.kind], int(add), *groups)
+        tensors = (table.data, indices, out, table.scales, table.offsets)
+        native.launch("lg_take_packed_rows", tensors, sizes, (scale,))
+        return out
     if isinstance(table, QuantizedWeight):
         rows = table.rows(indices).dequantize()
     else:
-        rows = table.index_select(0, indices)
-    rows = (rows * scale).to(out.dtype) if scale != 1.0 else rows.to(out.dtype)
-    return out.add_(rows) if add else out.copy_(rows)
+        rows = table.index_select(0, indices).float()
+    rows *= scale
+    return out.copy_(rows + out if add else rows)

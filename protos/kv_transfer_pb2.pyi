@@ -88,8 +88,9 @@ Global___KvBegin: _TypeAlias = KvBegin  # noqa: Y015
 @_typing.final
 class KvChunk(_message.Message):
     """K and V of one layer for a range of tokens, in the canonical layout
-    [2 (K, V), num_tokens, num_kv_heads, head_dim], C order, little-endian, in the model's KV dtype:
-    independent of either side's blocks.
+    [2 (K, V), num_tokens, num_kv_heads, head_dim], C order, little-endian, in the layout's dtype:
+    independent of either side's blocks. For int8 and float8_e4m3fn the scales
+    [2, num_tokens, num_kv_heads] in float32 follow: a value is its element times its head's scale.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

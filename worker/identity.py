@@ -26,6 +26,7 @@ class Identity:
     model_fingerprint: str
     weights: str  # what the matrices are held in: see `MatrixForm.name`
     model: ModelConfig
+    dtype: torch.dtype  # of the weights; the KV's is in `kv_shape`
     context_length: int
     kv_shape: KvShape
     total_blocks: int

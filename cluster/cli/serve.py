@@ -59,6 +59,13 @@ def serve(
         str, typer.Option(help="auto, cpu or cuda; auto is cuda where Ray has GPUs.")
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            help="auto, fp8 or int8: 8 bits an element of K and V, for up to twice or four times "
+            "the tokens; auto is the weights' dtype."
+        ),
+    ] = "auto",
     weights: Annotated[
         str,
         typer.Option(
@@ -110,6 +117,10 @@ def serve(
         raise typer.BadParameter(
             f"must be auto, float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype"
         )
+    if kv_cache not in ("auto", "fp8", "int8"):
+        raise typer.BadParameter(
+            f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
+        )
     if weights not in WEIGHTS:
         raise typer.BadParameter(
             f"must be one of {', '.join(WEIGHTS)}, got {weights!r}", param_hint="--weights"
@@ -135,6 +146,7 @@ def serve(
         engine=EngineOptions(
             device=device,
             dtype=dtype,
+            kv_cache=kv_cache,
             weights=weights,
             kv_memory_bytes=kv_memory_bytes,
             block_size=block_size,

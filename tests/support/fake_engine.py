@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ def fake_config(
 
 class FakeModel:
     """Writes rows made of (token, position, layer), and hashes all rows of the context."""
+
+    recordable = False
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -109,7 +112,21 @@ class FakeModel:
         return logits
 
 
-def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+@dataclass(frozen=True)
+class ReadTokens:
+    """Tokens that are on the CPU already."""
+
+    sampled: list[Sampled]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.tensor([s.token_id for s in self.sampled])
+
+    def collect(self) -> list[Sampled]:
+        return self.sampled
+
+
+def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
     """Greedy; a banned token gives way to the next id that is not."""
     sampled = []
     for row_logits, row in zip(logits, rows, strict=True):
@@ -118,7 +135,7 @@ def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
             token_id = (token_id + 1) % VOCAB_SIZE
         top = ((token_id, -0.5),) if row.params.logprobs else ()
         sampled.append(Sampled(token_id, None if row.params.logprobs is None else -0.5, top))
-    return sampled
+    return ReadTokens(sampled)
 
 
 def fake_loaded(

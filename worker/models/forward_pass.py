@@ -49,7 +49,7 @@ class ForwardPass:
         device = batch.token_ids.device
 
         def buffer(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return batch.empty(*shape, dtype=dtype, device=device)
 
         num_heads = config.num_heads + 2 * config.num_kv_heads
         inner = buffer(num_tokens, config.intermediate_size * (2 if gated else 1))
@@ -63,7 +63,7 @@ class ForwardPass:
             inner=inner,
             activated=buffer(num_tokens, config.intermediate_size) if gated else inner,
             last=buffer(num_rows, config.hidden_size),
-            logits=torch.empty((num_rows, config.vocab_size), dtype=torch.float32, device=device),
+            logits=batch.empty(num_rows, config.vocab_size, dtype=torch.float32, device=device),
         )
 
     @property

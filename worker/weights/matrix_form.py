@@ -11,7 +11,7 @@ from legato.kernels.weight import QuantizedWeight
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.join_rows import join_rows
 from legato.worker.weights.quantize import INT8, MODES, quantize
-from legato.worker.weights.tensor_table import HEAD
+from legato.worker.weights.tensor_table import HEAD, embedding_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,7 @@ class MatrixForm:
                 weights,
             )
         self._checkpoint = checkpoint
+        self._vocabulary = {HEAD, embedding_name(checkpoint.config)}
         self._plain: dict[str, int] = {}  # matrices left in the dtype, and their bytes
 
     def name(self, dtype: torch.dtype) -> str:
@@ -88,10 +89,10 @@ class MatrixForm:
     ) -> Tensor | QuantizedWeight:
         """A float matrix [N, K] made of `names`, quantised where that is asked for.
 
-        A head has 8 bits where the others have 4: see docs/quantization.md for what 4 would cost.
+        A head, or the embedding tied to it, has 8 bits where the others have 4: see docs/quantization.md for what 4 would cost.
         """
         if self.mode is not None and matrix.shape[1] % 8 == 0:
-            mode = INT8 if HEAD in names else self.mode
+            mode = self.mode if self._vocabulary.isdisjoint(names) else INT8
             try:
                 return quantize(matrix, mode)
             except ValueError as error:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels import native
 from legato.kernels.linear import pack_weight
 from legato.worker.weights.matrix_form import MatrixForm, to_device
-from legato.worker.weights.tensor_table import HEAD, model_tensors
+from legato.worker.weights.tensor_table import model_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ class WeightReader:
     Attributes:
         dtype: of matrices and embeddings, before `pack_weight`.
         activation_dtype: of norms and biases, which meet activations only.
+        recordable: whether a forward pass may be captured: it consists of kernels alone.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class WeightReader:
         self.device = device
         self.dtype = dtype
         self.activation_dtype = activation_dtype
+        self.recordable = device.type == "cuda" or native.available()
         self._checkpoint = checkpoint
         self._form = MatrixForm("auto", checkpoint) if form is None else form
         self._shapes = dict(model_tensors(checkpoint.config))
@@ -62,11 +65,6 @@ class WeightReader:
             return pack_weight(kept)
         matrix = self._stacked(tensors, transposed)
         return pack_weight(self._form.of(tensors, matrix, self.dtype))
-
-    def tied_head(self, name: str, embedding: Tensor) -> Weight:
-        """The head that has the values of `embedding`, which was read under `name`."""
-        kept = self._kept([name])
-        return pack_weight(self._form.of([HEAD], embedding, self.dtype) if kept is None else kept)
 
     def bias(self, *names: str) -> Tensor | None:
         """The biases that belong to `matrix(*names)`; None where the model has none."""
