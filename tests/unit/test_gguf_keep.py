@@ -88,6 +88,11 @@ def test_every_matrix_is_kept_with_rows_in_our_order(tmp_path: Path, kind: str) 
             assert torch.equal(kept.dequantize(), wanted), name
 
 
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Relative: kernels for quantised weights round the activations to 8 bits."""
+    return float((found - wanted).norm() / wanted.norm())
+
+
 def run(file: Path, weights: str) -> Tensor:
     checkpoint = open_checkpoint(file)
     model = build_model(checkpoint, CPU, torch.float32, form=MatrixForm(weights, checkpoint))
@@ -101,7 +106,7 @@ def test_kept_weights_give_the_logits_of_dequantised_ones(
 ) -> None:
     model = make_llama(tie_word_embeddings=tied)
     file = write_gguf(tmp_path / "m.gguf", model, matrix_type=GGMLQuantizationType[kind])
-    torch.testing.assert_close(run(file, "keep"), run(file, "auto"), rtol=1e-3, atol=1e-3)
+    assert distance(run(file, "keep"), run(file, "auto")) < 0.05
 
 
 def test_a_file_of_several_types(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +138,7 @@ def test_a_file_of_several_types(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     )
     with caplog.at_level(logging.INFO):
         kept = run(file, "keep")
-    torch.testing.assert_close(kept, run(file, "auto"), rtol=1e-3, atol=1e-3)
+    assert distance(kept, run(file, "auto")) < 0.05
     assert "2 matrices, 0.1 MB, are not quantised and stay in the dtype" in caplog.text
     assert "model.layers.1.mlp.down_proj.weight" in caplog.text
     assert "model.layers.2.mlp.gate_proj.weight, model.layers.2.mlp.up_proj.weight" in caplog.text
@@ -159,14 +164,14 @@ def test_what_load_time_modes_make_of_a_model(
     folder = make_llama_folder(tmp_path / "m", tie_word_embeddings=True, hidden_size=72)
     plain = run(folder, "auto")
     assert all(isinstance(weight, torch.Tensor) for weight in packed)
-    for weights, bits, limit in (("int8", 8, 0.08), ("int4", 4, 0.5), ("int4-g128-sym", 4, 0.6)):
+    for weights, bits, limit in (("int8", 8, 0.1), ("int4", 4, 0.8), ("int4-g128-sym", 4, 0.9)):
         packed.clear()
         logits = run(folder, weights)
         head, *others = [w for w in packed if isinstance(w, QuantizedWeight)]
         assert len(packed) == 1 + len(others) == 1 + 3 * 4
         assert (head.bits, head.out_features) == (8, 320)
         assert {weight.bits for weight in others} == {bits}
-        assert 0 < float((logits - plain).norm() / plain.norm()) < limit
+        assert 0 < distance(logits, plain) < limit
 
 
 def test_a_matrix_whose_width_is_no_multiple_of_8_stays(
@@ -178,4 +183,4 @@ def test_a_matrix_whose_width_is_no_multiple_of_8_stays(
     assert "3 matrices, 0.1 MB, are not quantised and stay in the dtype" in caplog.text
     assert "mlp.down_proj.weight" in caplog.text
     plain = run(folder, "auto")
-    assert float((logits - plain).norm() / plain.norm()) < 0.08
+    assert distance(logits, plain) < 0.08
