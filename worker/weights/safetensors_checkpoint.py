@@ -85,6 +85,7 @@ class SafetensorsCheckpoint:
         declared = declared_dtype(values, str(config_file))
         self._native_dtype = declared or DTYPES[self._tensors[self._embedding].dtype]
         self._use_a_differing_head()
+        self._act_order_found = False
         self._read: set[str] = set()
         self._fingerprint: str | None = None
 
@@ -118,6 +119,14 @@ class SafetensorsCheckpoint:
             return None
         codes = self._codes(matrix, shape)
         if codes.group_of_column is not None:
+            if not self._act_order_found:
+                _log.warning(
+                    "%s: the groups of %s are out of order (act-order): such matrices are "
+                    "dequantised",
+                    matrix.file,
+                    name,
+                )
+            self._act_order_found = True
             return None
         self._read.add(name)
         return codes.weight
