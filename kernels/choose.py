@@ -1,76 +1,99 @@
-"""choose: one token from one row of logits by temperature, top-k, top-p, min-p and a number."""
+"""choose: a token a row of logits, the most likely one or a draw by the request's settings."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# How many candidates are sorted for top-p: the next number, at last the whole vocabulary, only
-# where the mass of these is too small. For 49,152 logits the first takes 0.4 ms, a full sort 3 ms.
-_CANDIDATE_COUNTS = (1024, 8192)
+from legato.kernels import native
+from legato.kernels.counter_rng import uniforms
+from legato.kernels.draw_weights import POINT, draw_weights
+from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
 
 
-def best_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of a row [vocab_size], best first, equal ones by lower id.
+@dataclass(frozen=True)
+class Choices:
+    """The settings of R rows, contiguous tensors on the logits' device."""
 
-    Returns:
-        Values and ids, [min(count, vocab_size)] each.
+    reals: Tensor  # [R, 3] fp64: temperature, >= 1e-5 or 0 (greedy); top_p (0, 1]; min_p [0, 1]
+    integers: Tensor  # [R, 3] int64: top_k, 0 is off; seed, its bits; output index
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The most likely token of each row [R, V] fp32, of equal ones the lowest id: [R] int64.
+
+    A row that holds NaN, or has no finite maximum, gets -1.
     """
-    if count >= logits.shape[0]:
-        values, ids = logits.sort(descending=True, stable=True)
-        return values, ids
-    # topk alone picks any of several equal values at its edge; take all and cut after the sort.
-    edge = logits.topk(count).values[-1]
-    ids = (logits >= edge).nonzero().squeeze(-1)
-    values, order = logits[ids].sort(descending=True, stable=True)
-    return values[:count], ids[order[:count]]
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    require_contiguous_rows(logits=logits)
+    if logits.is_cuda:
+        from legato.kernels import choose_triton
+
+        return choose_triton.argmax(logits, out)
+    if native.takes(logits):
+        native.launch("lg_argmax", (logits, out), (*logits.shape, logits.stride(0)))
+        return out
+    return out.copy_(_argmax(logits))
 
 
-def choose(
-    logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float, number: float
-) -> Tensor:
-    """Draws by the inverse of the cumulative distribution; returns the token's id, a scalar.
+def choose(logits: Tensor, choices: Choices) -> Tensor:
+    """One token a row, [R] int64; -1 for a row that holds NaN or has no finite maximum.
 
-    In this order: temperature, top-k, top-p on what is left, min-p. top-p keeps the smallest set
-    of the most likely tokens whose mass reaches `top_p`. The running sum is fp64, and the token is
-    the first one whose sum reaches `number` of the whole: never one without mass.
+    Greedy rows get their `argmax`. For the others every token weighs what `draw_weights` says.
+    Of the tokens in order of their logits, best first and equal ones by lower id, top-k keeps the
+    first k; of these top-p the fewest whose weight reaches `top_p` of their sum; of these min-p
+    those of at least `min_p` of the best one's weight. What is left is summed up by ascending id,
+    and the token is the first one whose sum reaches `counter_rng.uniform(seed, index)` of the
+    whole: never one without weight. All sums are of whole numbers, so a row's token is the same on
+    every device, and its neighbours have no part in it.
 
     Args:
-        logits: [vocab_size] fp32; the largest is finite.
-        temperature: > 0.
-        top_k: 0 or >= vocab_size: off.
-        top_p: in (0, 1]; 1: off.
-        min_p: in [0, 1]; 0: off.
-        number: in (0, 1].
+        logits: [R, V] fp32, V <= 2^22; rows may have any stride.
+        choices: of R rows.
     """
-    ids: Tensor | None = None  # None: all, in order
-    if 0 < top_k < logits.shape[0]:
-        logits, ids = best_candidates(logits, top_k)
-    # The maximum goes first, so that no quotient overflows; the best token's weight is 1.
-    weights = ((logits - logits.max()) / temperature).exp_()
-    if top_p < 1.0:
-        weights, ids = _nucleus(weights, ids, top_p)
-    if min_p > 0.0:
-        weights = weights.where(weights >= min_p, 0.0)
-    sums = weights.cumsum(0, dtype=torch.float64)
-    place = torch.searchsorted(sums, sums[-1:] * number)[0]
-    return place if ids is None else ids[place]
+    num_rows, vocab_size = logits.shape
+    require_contiguous_rows(logits=logits)
+    require_contiguous(reals=choices.reals, integers=choices.integers)
+    require_shape(choices.reals, (num_rows, 3), "reals")
+    require_shape(choices.integers, (num_rows, 3), "integers")
+    if vocab_size > 1 << (62 - POINT):
+        raise ValueError(f"vocab_size must be at most {1 << (62 - POINT)}, got {vocab_size}")
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if logits.is_cuda:
+        from legato.kernels import choose_triton
+
+        return choose_triton.choose(logits, choices, out)
+    if native.takes(logits):
+        tensors = (logits, choices.reals, choices.integers, out)
+        native.launch("lg_choose", tensors, (num_rows, vocab_size, logits.stride(0)))
+        return out
+    return out.copy_(_choose(logits, choices))
 
 
-def _nucleus(weights: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """The smallest best-first set whose share of the mass reaches `top_p`."""
-    mass = weights.sum(dtype=torch.float64) * top_p
-    if ids is None:
-        weights, ids = _enough_candidates(weights, mass)
-    before = weights.cumsum(0, dtype=torch.float64) - weights
-    count = max(1, int((before < mass).sum()))
-    return weights[:count], ids[:count]
+def _argmax(logits: Tensor) -> Tensor:
+    best, ids = logits.max(-1)  # NaN if anything in the row is
+    return ids.where(best.isfinite(), -1)
 
 
-def _enough_candidates(weights: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Best-first candidates whose weights sum to `mass` at least; all of them if need be."""
-    for count in _CANDIDATE_COUNTS:
-        best, ids = best_candidates(weights, count)
-        if best.sum(dtype=torch.float64) >= mass:
-            return best, ids
-    return best_candidates(weights, weights.shape[0])
+def _choose(logits: Tensor, choices: Choices) -> Tensor:
+    temperatures, top_p, min_p = choices.reals.unbind(1)
+    top_k, seeds, indices = choices.integers.unbind(1)
+    greedy = _argmax(logits)
+    draws = temperatures > 0
+    best = logits.gather(1, greedy.clamp(min=0)[:, None]).squeeze(1)
+    weights = draw_weights(logits, best, temperatures.where(draws, 1.0))
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        order = (logits + 0.0).sort(dim=-1, descending=True, stable=True).indices  # -0.0 equals 0.0
+        ranked = weights.gather(1, order)
+        limits = top_k.where(top_k > 0, logits.shape[1])
+        ranked *= torch.arange(logits.shape[1], device=logits.device) < limits[:, None]
+        mass = (ranked.sum(-1) * top_p).ceil()
+        ranked *= (ranked.cumsum(-1) - ranked < mass[:, None]) | (top_p == 1)[:, None]
+        weights = torch.empty_like(weights).scatter_(1, order, ranked)
+    weights *= weights >= (min_p * (1 << POINT)).ceil()[:, None]
+    sums = weights.cumsum(-1)
+    goals = (sums[:, -1] * uniforms(seeds, indices)).ceil().long().minimum(sums[:, -1])
+    drawn = torch.searchsorted(sums, goals[:, None]).squeeze(1)
+    return torch.where(draws & (greedy >= 0), drawn, greedy)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: SplitMix64's increment
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -20,7 +24,37 @@ def uniform(seed: int, index: int) -> float:
     return ((word >> 11) + 1) / (1 << 53)
 
 
+def uniforms(seeds: Tensor, indices: Tensor) -> Tensor:
+    """`uniform` of tensors of one shape: int64, of which the seeds' bits are an unsigned number.
+
+    Returns:
+        fp64, on their device; int64 arithmetic wraps around, so the bits are those of `uniform`.
+    """
+    words = _mix_tensor(_mix_tensor(seeds + _signed(_GOLDEN)) + (indices + 1) * _signed(_GOLDEN))
+    return (_shifted(words, 11) + 1).to(torch.float64) / (1 << 53)
+
+
+def signed_seed(seed: int) -> int:
+    """The int64 with the bits of a seed in [0, 2^64)."""
+    return _signed(seed)
+
+
 def _mix(word: int) -> int:
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    word = (word ^ (word >> 30)) * _FACTORS[0] & _MASK
+    word = (word ^ (word >> 27)) * _FACTORS[1] & _MASK
     return word ^ (word >> 31)
+
+
+def _mix_tensor(words: Tensor) -> Tensor:
+    words = (words ^ _shifted(words, 30)) * _signed(_FACTORS[0])
+    words = (words ^ _shifted(words, 27)) * _signed(_FACTORS[1])
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """To the right, filled with zeros: torch's own shift of int64 repeats the sign."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

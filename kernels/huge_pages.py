@@ -1,4 +1,4 @@
-"""huge_pages: memory in pages of 2 MB, for what is read whole in every step.
+"""huge_pages: memory in pages of 2 MB, for weights and KV.
 
 With pages of 4 KB the hardware prefetchers stop at each page's end and the address translation is
 missed all the time: one core read packed weights at 20 GB/s, and at 33 GB/s from huge pages.
@@ -25,7 +25,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor like `torch.empty`'s on the CPU, 64-byte aligned.
 
     Tensors are cut from chunks of 32 MB, so that small ones share huge pages; a chunk is given back
-    when the last tensor in it is gone. Where the system has no huge pages, pages are small.
+    when the last tensor in it is gone, and no part of it is dealt out twice. Where the system has no huge pages, pages are small.
     """
     global _chunk
     num_bytes = prod(shape) * dtype.itemsize
@@ -35,6 +35,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             _chunk = _map(max(rounded, _CHUNK))
         piece, _chunk = _chunk[:num_bytes], _chunk[rounded:]
     return piece.view(dtype).view(shape)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As `empty`, of zeros: a new mapping's, which take no memory before they are written."""
+    return empty(shape, dtype)
 
 
 def _map(num_bytes: int) -> Tensor:

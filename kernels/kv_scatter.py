@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from legato.kernels import native
 from legato.kernels.kv_pages import NATIVE_DTYPES
 from legato.kernels.kv_quantize import quantize_rows
@@ -47,6 +49,8 @@ def _launch_native(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
     require_shape(k, (num_tokens, heads, head_dim), "k")
     require_shape(v, (num_tokens, heads, head_dim), "v")
     require_contiguous_rows(k=k, v=v)
+    if slots.dtype != torch.int64:
+        raise ValueError(f"slots must be int64, got {slots.dtype}")
     require_contiguous(slots=slots, pages_k=pages.k, pages_v=pages.v)
     native.launch(
         "lg_kv_scatter",

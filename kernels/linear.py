@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from legato.kernels import native
 from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
-from legato.kernels.pack import pack_tensor
+from legato.kernels.pack import pack_quantized, pack_tensor
 from legato.kernels.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ def pack_weight(weight: Tensor | QuantizedWeight) -> Weight:
 
     On a CPU with C kernels that is a `PackedWeight`, a copy; else the weight itself.
     """
-    if native.available() and isinstance(weight, Tensor) and weight.device.type == "cpu":
-        return pack_tensor(weight)
-    return weight
+    values = weight if isinstance(weight, Tensor) else weight.values
+    if not native.available() or values.device.type != "cpu":
+        return weight
+    return pack_tensor(weight) if isinstance(weight, Tensor) else pack_quantized(weight)
 
 
 def linear(
@@ -91,10 +93,23 @@ def _launch(
     require_contiguous_rows(x=x, out=out)
     if bias is not None:
         require_contiguous(bias=bias)
+    groups: tuple[int, ...] = ()
+    if weight.group_size:
+        activation_group = _activation_group(weight.group_size, weight.in_features)
+        groups = (weight.group_size, activation_group, *weight.group_codes)
     for first in range(0, x.shape[0], _MAX_ROWS):
         rows, to = x[first : first + _MAX_ROWS], out[first : first + _MAX_ROWS]
         sizes = (
             rows.shape[0], weight.out_features, weight.in_features,
             rows.stride(0), to.stride(0), int(accumulate),
+            *groups,
         )  # fmt: skip
-        native.launch(f"lg_linear_{weight.kind}", (rows, weight.data, bias, to), sizes)
+        tensors = (rows, weight.data, bias, to, weight.scales, weight.offsets)
+        native.launch(f"lg_linear_{weight.kind}", tensors, sizes)
+
+
+def _activation_group(group_size: int, size_in: int) -> int:
+    """How many neighbours in a row of x share a scale; see `kernels/csrc/gemm_quant.c`."""
+    if group_size >= size_in:
+        return 128
+    return gcd(group_size, 128)

@@ -79,7 +79,9 @@ def launch_native(
     for field in ("query_starts", "context_lens", "block_table"):
         tensor: Tensor = getattr(plan, field)
         if tensor.dtype != torch.int32 or tensor.device.type != "cpu":
-            raise ValueError(f"{field} must be int32 on the CPU, got {tensor.dtype} on {tensor.device}")
+            raise ValueError(
+                f"{field} must be int32 on the CPU, got {tensor.dtype} on {tensor.device}"
+            )
     native.launch(
         name,
         (q, pages.k, pages.v, pages.k_scale, pages.v_scale, plan.context_lens, table, out)

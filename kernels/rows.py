@@ -40,8 +40,10 @@ def take_rows(
     if isinstance(table, PackedWeight):
         if not native.takes(out):
             raise ValueError(f"with a packed weight, out must be fp32 on the CPU, got {out.dtype}")
-        sizes = (indices.shape[0], width, _KIND_CODES[table.kind], int(add))
-        native.launch("lg_take_packed_rows", (table.data, indices, out), sizes, (scale,))
+        groups = (table.group_size, *table.group_codes) if table.group_size else ()
+        sizes = (indices.shape[0], width, _KIND_CODES[table.kind], int(add), *groups)
+        tensors = (table.data, indices, out, table.scales, table.offsets)
+        native.launch("lg_take_packed_rows", tensors, sizes, (scale,))
         return out
     if isinstance(table, QuantizedWeight):
         rows = table.rows(indices).dequantize()

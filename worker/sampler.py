@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from legato.kernels.choose import best_candidates, choose
-from legato.kernels.counter_rng import uniform
-from legato.kernels.penalties import add_bias, ban, penalize_output, penalize_repetition
+from legato.kernels.choose import Choices, argmax, choose
+from legato.kernels.counter_rng import signed_seed
+from legato.kernels.logprobs import logprobs
+from legato.kernels.penalties import RowChanges, change_logits, row_changes
+from legato.kernels.rows import take_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,114 +51,151 @@ class PendingTokens(Protocol):
 
     @property
     def token_ids(self) -> Tensor:
-        """[R] int64 on the device."""
+        """[R] int64 on the device; -1 where a row is broken."""
         ...
 
     def collect(self) -> list[Sampled]:
-        """Waits for them."""
+        """Waits for them.
+
+        Raises:
+            FloatingPointError: a row holds NaN, or no finite maximum; names the rows.
+        """
         ...
 
 
-@dataclass(frozen=True)
-class ReadTokens:
-    """Tokens that are on the CPU already."""
-
-    sampled: list[Sampled]
-
-    @property
-    def token_ids(self) -> Tensor:
-        """[R] int64."""
-        return torch.tensor([s.token_id for s in self.sampled])
-
-    def collect(self) -> list[Sampled]:
-        """At once."""
-        return self.sampled
-
-
-def launch_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
-    """See `sample`; its result in the form that the engine takes from any device."""
-    return ReadTokens(sample(logits, rows))
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """`launch_sample`, and at once the tokens."""
+    return launch_sample(logits, rows).collect()
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def launch_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
     """Chooses one token a row.
 
-    A row is worked on alone, in this order: bias, repetition penalty, presence and frequency
-    penalties, bans; then the most likely token where the request is greedy, else a draw with the
-    number that (seed, output index) names. Logprobs are those of the untouched logits. Where the
-    bans would leave no token at all (a tiny vocabulary), they are lifted for that token.
+    A row is worked on in this order: bias, repetition penalty, presence and frequency penalties,
+    bans; then the most likely token where the request is greedy, else a draw with the number that
+    (seed, output index) names. Logprobs are those of the untouched logits. Where the bans would
+    leave no token at all (a tiny vocabulary), they are lifted for that token. All rows are worked
+    on at once; a row's result has the same bits in any company.
 
     Args:
-        logits: [R, vocab_size] fp32; left as they are.
+        logits: [R, vocab_size] fp32; left as they are, and free when this returns.
         rows: R of them.
-
-    Raises:
-        FloatingPointError: a row holds NaN, or no finite maximum; names the rows.
     """
     if logits.shape[0] != len(rows):
         raise ValueError(f"logits have {logits.shape[0]} rows for {len(rows)} requests")
-    if not rows:
-        return []
-    most_likely = logits.argmax(-1)
-    # A row's maximum is NaN if anything in it is.
-    finite = logits.gather(1, most_likely[:, None]).squeeze(1).isfinite().tolist()
-    if not all(finite):
-        broken = [r for r, ok in enumerate(finite) if not ok]
-        raise FloatingPointError(f"logits of rows {broken} have no finite maximum")
-    tokens = list(most_likely)
-    for r, row in enumerate(rows):
-        raw = logits[r]
-        adjusted = _adjusted(raw, row)
-        if not row.params.greedy:
-            tokens[r] = choose(
-                adjusted,
-                temperature=row.params.temperature,
-                top_k=row.params.top_k,
-                top_p=row.params.top_p,
-                min_p=row.params.min_p,
-                number=uniform(row.params.seed, row.index),
-            )
-        elif adjusted is not raw:
-            tokens[r] = adjusted.argmax()
-    token_ids = torch.stack(tokens).tolist()
-    return [_with_logprobs(logits[r], token_ids[r], row.params) for r, row in enumerate(rows)]
+    changes = {r: change for r, row in enumerate(rows) if (change := _changes(row)) is not None}
+    if all(row.params.greedy for row in rows) and not changes:
+        tokens = argmax(logits)
+    else:
+        changed = logits
+        if changes:
+            changed = _rows(logits, range(len(rows)))
+            change_logits(changed, changes)
+        tokens = choose(changed, _choices(rows, logits.device))
+        if changes:  # a ban may have hidden what is broken
+            tokens = tokens.where(argmax(logits) >= 0, -1)
+    return _Launched(tokens, _Logprobs.of(logits, tokens, rows))
 
 
-def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
-    """The row [vocab_size] itself where nothing changes it, else a changed copy."""
+class _Launched:
+    """Tokens that are on their way to the CPU, where they are not there already.
+
+    Waiting for them must not mean waiting for the step that was queued behind them: they are
+    copied to pinned memory, and an event tells when.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: _Logprobs | None) -> None:
+        self.token_ids = tokens
+        self._logprobs = logprobs
+        tensors = [tokens, *(() if logprobs is None else logprobs.tensors)]
+        self._event: torch.cuda.Event | None = None
+        self._copies = tensors
+        if tokens.is_cuda:
+            self._copies = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in tensors
+            ]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type
+            self._event.record()
+
+    def collect(self) -> list[Sampled]:
+        """See `PendingTokens`."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = [copy.tolist() for copy in self._copies]
+        token_ids: list[int] = values[0]
+        broken = [r for r, token_id in enumerate(token_ids) if token_id < 0]
+        if broken:
+            raise FloatingPointError(f"logits of rows {broken} have no finite maximum")
+        sampled = [Sampled(token_id, None, ()) for token_id in token_ids]
+        if self._logprobs is not None:
+            own, best, ids = values[1:]
+            for i, (r, count) in enumerate(self._logprobs.rows):
+                top = tuple(zip(ids[i][:count], best[i][:count], strict=True))
+                sampled[r] = Sampled(token_ids[r], own[i], top)
+        return sampled
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    """Of the rows that asked for them, from the model's own logits."""
+
+    rows: list[tuple[int, int]]  # (row, how many of the best)
+    tensors: tuple[Tensor, Tensor, Tensor]  # as `kernels.logprobs` returns them, a line a row
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> _Logprobs | None:
+        """None where no row asked."""
+        asked = [
+            (r, row.params.logprobs)
+            for r, row in enumerate(rows)
+            if row.params.logprobs is not None
+        ]
+        if not asked:
+            return None
+        if len(asked) < len(rows):
+            places = [r for r, _ in asked]
+            logits = _rows(logits, places)
+            tokens = tokens[torch.tensor(places, device=logits.device)]
+        best = max(count for _, count in asked)
+        # A broken row is reported by `collect`; here its -1 must only not be an index.
+        return cls(asked, logprobs(logits, tokens.clamp(min=0), best))
+
+
+def _choices(rows: Sequence[SamplingRow], device: torch.device) -> Choices:
+    settings = [(row.params, row.index) for row in rows]
+    reals = [(0.0 if p.greedy else p.temperature, p.top_p, p.min_p) for p, _ in settings]
+    integers = [(p.top_k, signed_seed(p.seed), index) for p, index in settings]
+    return Choices(
+        torch.tensor(reals, dtype=torch.float64).to(device, non_blocking=True),
+        torch.tensor(integers, dtype=torch.int64).to(device, non_blocking=True),
+    )
+
+
+def _changes(row: SamplingRow) -> RowChanges | None:
+    """None where nothing changes the row's logits."""
     params = row.params
-    output_penalty = bool(
+    penalizes_output = bool(
         row.output_token_ids and (params.presence_penalty or params.frequency_penalty)
     )
     repetition = params.repetition_penalty != 1.0
-    if not (params.logit_bias or repetition or output_penalty or row.banned_token_ids):
-        return logits
-    logits = logits.clone()
-    if params.logit_bias:
-        add_bias(logits, params.logit_bias)
-    if repetition:
-        seen = {*row.prompt_token_ids, *row.output_token_ids}
-        penalize_repetition(logits, seen, params.repetition_penalty)
-    if output_penalty:
-        penalize_output(
-            logits, row.output_token_ids, params.presence_penalty, params.frequency_penalty
-        )
-    if row.banned_token_ids:
-        allowed = logits.clone()
-        ban(allowed, row.banned_token_ids)
-        if allowed.max() > -torch.inf:
-            logits = allowed
-    return logits
+    if not (params.logit_bias or repetition or penalizes_output or row.banned_token_ids):
+        return None
+    return row_changes(
+        bias=params.logit_bias,
+        seen_ids=[*row.prompt_token_ids, *row.output_token_ids] if repetition else (),
+        repetition=params.repetition_penalty,
+        output_ids=row.output_token_ids if penalizes_output else (),
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        banned_ids=row.banned_token_ids,
+    )
 
 
-def _with_logprobs(logits: Tensor, token_id: int, params: SamplingParams) -> Sampled:
-    """Attaches what the request asked for, from the model's own logits."""
-    if params.logprobs is None:
-        return Sampled(token_id, None, ())
-    logprobs = logits.float().log_softmax(-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if params.logprobs:
-        values, ids = best_candidates(logprobs, params.logprobs)
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return Sampled(token_id, float(logprobs[token_id]), top)
+def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of these rows, without torch's threads: two teams on the same cores get in the way
+    of each other.
+    """
+    out = logits.new_empty((len(rows), logits.shape[1]))
+    return take_rows(logits.contiguous(), torch.tensor(rows, device=logits.device), out)

@@ -28,4 +28,5 @@ class UnreadTokens:
             device = token_ids.device
             to = torch.tensor([place for place, _ in places], device=device)
             rows = torch.tensor([self._rows[sequence] for _, sequence in places], device=device)
-            token_ids[to] = self._token_ids[rows]
+            # A broken row's -1 is reported when it is read; until then it must not be an index.
+            token_ids[to] = self._token_ids[rows].clamp(min=0)

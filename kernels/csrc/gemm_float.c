@@ -43,37 +43,41 @@ enum { F32, BF16, F16 };
 /* One word of k: acc[r] += x[r] * the panel's 32 outputs. */
 LG_INLINE void step(int type, int rows, const uint8_t *a, const uint8_t *b,
                     lg_fvec acc[][LG_PARTS]) {
+#if defined(__AVX512BF16__)
+    if (type == BF16) {
+        const __m512bh w0 = (__m512bh)lg_ivec_load(b), w1 = (__m512bh)lg_ivec_load(b + LG_LINE);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, a + r * LG_LINE, sizeof pair);
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+            acc[r][0] = (lg_fvec)_mm512_dpbf16_ps((__m512)acc[r][0], w0, x);
+            acc[r][1] = (lg_fvec)_mm512_dpbf16_ps((__m512)acc[r][1], w1, x);
+        }
+        return;
+    }
+#endif
+    lg_fvec w[LG_PARTS], odd[LG_PARTS];
 #pragma GCC unroll 4
     for (int v = 0; v < LG_PARTS; v++) {
         if (type == BF16) {
-            lg_ivec pair = lg_ivec_load(b + v * LG_WIDTH * 4);
-#if defined(__AVX512BF16__)
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                int32_t x;
-                memcpy(&x, a + r * LG_LINE, sizeof x);
-                acc[r][v] = (lg_fvec)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)pair,
-                                                      (__m512bh)_mm512_set1_epi32(x));
-            }
-#else
-            lg_fvec even = (lg_fvec)(pair << 16), odd = (lg_fvec)(pair & (int32_t)0xffff0000);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                float x[2];
-                memcpy(x, a + r * LG_LINE, sizeof x);
-                acc[r][v] += even * x[0];
-                acc[r][v] += odd * x[1];
-            }
-#endif
+            const lg_ivec pair = lg_ivec_load(b + v * LG_WIDTH * 4);
+            w[v] = (lg_fvec)(pair << 16);
+            odd[v] = (lg_fvec)(pair & (int32_t)0xffff0000);
         } else {
-            lg_fvec w = type == F32 ? lg_fvec_load((const float *)b + v * LG_WIDTH)
-                                    : lg_fvec_from_f16((const uint16_t *)b + v * LG_WIDTH);
+            w[v] = type == F32 ? lg_fvec_load((const float *)b + v * LG_WIDTH)
+                               : lg_fvec_from_f16((const uint16_t *)b + v * LG_WIDTH);
+        }
+    }
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                float x;
-                memcpy(&x, a + r * LG_LINE, sizeof x);
-                acc[r][v] += w * x;
-            }
+    for (int r = 0; r < rows; r++) {
+        float x[2];
+        memcpy(x, a + r * LG_LINE, type == BF16 ? 8 : 4);
+#pragma GCC unroll 4
+        for (int v = 0; v < LG_PARTS; v++) acc[r][v] += w[v] * x[0];
+        if (type == BF16) {
+#pragma GCC unroll 4
+            for (int v = 0; v < LG_PARTS; v++) acc[r][v] += odd[v] * x[1];
         }
     }
 }

@@ -76,9 +76,22 @@ LG_INLINE int unpack(int kind, const uint8_t *b, float *to) {
     }
 }
 
+/* Scale and offset of one group; types as in lg_linear_q8. */
+LG_INLINE void group_terms(const lg_op *op, int64_t at, float *scale, float *offset) {
+    const void *scales = op->p[3], *offsets = op->p[4];
+    *scale = op->n[5] == 2 ? half_to_float(((const uint16_t *)scales)[at])
+                           : ((const float *)scales)[at];
+    switch (op->n[6]) {
+        case 0: *offset = -*scale * (float)op->n[7]; break;
+        case 1: *offset = -*scale * (float)((const uint8_t *)offsets)[at]; break;
+        case 2: *offset = half_to_float(((const uint16_t *)offsets)[at]); break;
+        default: *offset = ((const float *)offsets)[at]; break;
+    }
+}
+
 /* out (+)= row index of the weight * scale. n: rows, depth, kind (0 fp32, 1 bf16, 2 fp16, 3 q8,
  * 4 q4), add, group size, type of scales, type of offsets, zero point (the last four as in
- * lg_linear_q); f: scale; p: weight, indices int64, out [rows, depth], scales, offsets. */
+ * lg_linear_q8); f: scale; p: weight, indices int64, out [rows, depth], scales, offsets. */
 LG_API void lg_take_packed_rows(const lg_op *op, lg_team *team) {
     const int64_t depth = op->n[1];
     const int kind = (int)op->n[2];
@@ -93,9 +106,17 @@ LG_API void lg_take_packed_rows(const lg_op *op, lg_team *team) {
         const uint8_t *from = (const uint8_t *)op->p[0] +
                               (panel * words * LG_PANEL + index % LG_PANEL) * word_bytes;
         float *out = (float *)op->p[2] + row * depth;
+        const int64_t group = op->n[4], groups = group > 0 ? (depth + group - 1) / group : 0;
+        float factor = 1.0f, offset = 0.0f;
         for (int64_t w = 0, k = 0; w < words; w++, from += LG_PANEL * word_bytes) {
             float values[8];
             const int count = unpack(kind, from, values);
+            if (group > 0) {
+                if (k % group == 0)
+                    group_terms(op, (panel * groups + k / group) * LG_PANEL + index % LG_PANEL,
+                                &factor, &offset);
+                for (int i = 0; i < count; i++) values[i] = factor * values[i] + offset;
+            }
             for (int i = 0; i < count && k < depth; i++, k++)
                 out[k] = values[i] * scale + (op->n[3] ? out[k] : 0.0f);
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 
 from legato.worker.loading import LoadedModel
 from legato.worker.models.config import ModelConfig
-from legato.worker.sampler import ReadTokens, Sampled
+from legato.worker.sampler import Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,6 +112,20 @@ class FakeModel:
         return logits
 
 
+@dataclass(frozen=True)
+class ReadTokens:
+    """Tokens that are on the CPU already."""
+
+    sampled: list[Sampled]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.tensor([s.token_id for s in self.sampled])
+
+    def collect(self) -> list[Sampled]:
+        return self.sampled
+
+
 def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
     """Greedy; a banned token gives way to the next id that is not."""
     sampled = []
@@ -123,10 +138,13 @@ def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
     return ReadTokens(sampled)
 
 
-def fake_loaded(config: ModelConfig | None = None, fingerprint: str = "fake") -> LoadedModel:
+def fake_loaded(
+    config: ModelConfig | None = None, fingerprint: str = "fake", weights: str = "float32"
+) -> LoadedModel:
     return LoadedModel(
         FakeModel(config or fake_config()),
         fingerprint,
+        weights,
         torch.float32,
         torch.device("cpu"),
         Path("fake"),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from legato.kernels.weight import QuantizedWeight
+
 
 class MemoryCheckpoint:
     """Hands out the model's tensors; `finish` fails where one was not asked for."""
@@ -21,11 +23,11 @@ class MemoryCheckpoint:
     def __init__(self, model: PreTrainedModel) -> None:
         values = json.loads(model.config.to_json_string(use_diff=False))
         self.config = model_config(values, "memory")
-        self._tensors = dict(model.state_dict())
+        self.tensors = dict(model.state_dict())
         if self.config.tie_word_embeddings:
             # A stale head, as some files hold: whoever reads it gives wrong logits.
-            self._tensors["lm_head.weight"] = torch.zeros(1)
-        self._unread = set(self._tensors)
+            self.tensors["lm_head.weight"] = torch.zeros(1)
+        self._unread = set(self.tensors)
         self.finished = False
 
     @property
@@ -37,13 +39,18 @@ class MemoryCheckpoint:
         return "memory"
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise CheckpointError(f"tensor {name} is missing")
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"tensor {name} is {tuple(tensor.shape)}, expected {shape}")
         self._unread.discard(name)
         return tensor.detach().to(dtype, copy=True)
+
+    can_keep = auto_keeps = False
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        return None
 
     def finish(self) -> None:
         unread = self._unread - ({"lm_head.weight"} if self.config.tie_word_embeddings else set())

@@ -217,7 +217,7 @@ def quantised(folder: Path) -> None:
         (config_is_no_json, ["config.json", "not valid JSON"]),
         (config_is_list, ["config.json", "must hold a JSON object"]),
         (config_is_directory, ["config.json", "cannot be read"]),
-        (quantised, ["config.json: quantization_config", "awq", "not supported"]),
+        (quantised, ["config.json: quantization_config", "quantised, but", "*.qweight"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

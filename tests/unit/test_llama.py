@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from memory_checkpoint import MemoryCheckpoint
+from model_checks import (
+    BLOCK_SIZE,
+    assert_same,
+    build,
+    check_prefill_then_decode,
+    random_tokens,
+    reference_logits,
+)
 from paged_runner import PagedRunner
 from tiny_models import VOCAB_SIZE, make_llama
 
@@ -17,20 +25,11 @@ from legato.worker.models.rope import inverse_frequencies
 from legato.worker.weights.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import LlamaForCausalLM
 
     from legato.worker.forward import Model
 
-BLOCK_SIZE = 16
 CPU = torch.device("cpu")
-
-
-def build(reference: LlamaForCausalLM, device: str = "cpu") -> Model:
-    checkpoint = MemoryCheckpoint(reference)
-    model = build_model(checkpoint, torch.device(device), torch.float32)
-    assert checkpoint.finished
-    return model
 
 
 def both(**overrides: Any) -> tuple[LlamaForCausalLM, Model]:  # noqa: ANN401  # to LlamaConfig
@@ -41,35 +40,6 @@ def both(**overrides: Any) -> tuple[LlamaForCausalLM, Model]:  # noqa: ANN401  #
 @pytest.fixture(scope="module")
 def pair() -> tuple[LlamaForCausalLM, Model]:
     return both()
-
-
-def random_tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed * 1000 + length)
-    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def reference_logits(reference: LlamaForCausalLM, tokens: list[int]) -> Tensor:
-    """[T, vocab_size]."""
-    logits: Tensor = reference(torch.tensor([tokens])).logits[0]
-    return logits
-
-
-def assert_same(ours: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
-def check_prefill_then_decode(
-    reference: LlamaForCausalLM, model: Model, length: int, steps: int = 3
-) -> None:
-    tokens = random_tokens(length + steps)
-    expected = reference_logits(reference, tokens)
-    runner = PagedRunner(model, block_size=BLOCK_SIZE)
-    assert_same(runner.step({0: tokens[:length]}, all_logits=True), expected[:length])
-    for position in range(length, length + steps):
-        logits = runner.step({0: [tokens[position]]})
-        assert logits.dtype == torch.float32
-        assert_same(logits, expected[position : position + 1])
 
 
 @pytest.mark.parametrize("length", range(1, 3 * BLOCK_SIZE + 2))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import worker_pair
-from fake_engine import VOCAB_SIZE, fake_sample
+from fake_engine import VOCAB_SIZE, ReadTokens, fake_sample
 from worker_pair import Attempt, running_pair, sampling
 
 from legato.worker.engine import Engine
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from legato.worker.sampler import ReadTokens, Sampled, SamplingRow
+    from legato.worker.sampler import Sampled, SamplingRow
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from legato.worker.models.gemma3 import Gemma3Model
 from legato.worker.models.gpt2 import Gpt2Model
 from legato.worker.models.llama import LlamaModel
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.matrix_form import MatrixForm
 from legato.worker.weights.weight_reader import WeightReader
 
 if TYPE_CHECKING:
@@ -34,14 +35,16 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
+    form: MatrixForm | None = None,
 ) -> Model:
     """Reads every tensor of the checkpoint, one at a time, and builds its model.
 
     Args:
         checkpoint: is finished afterwards.
         device: where the weights go.
-        dtype: of all weights.
+        dtype: of all weights that are not quantised.
         on_progress: told (tensors read, tensors in all) after each one.
+        form: of the matrices; None: "auto".
 
     Raises:
         CheckpointError: the architecture is not served, or a tensor is missing or wrong.
@@ -51,9 +54,13 @@ def build_model(
         raise CheckpointError(
             f"architecture {architecture!r} is not supported; supported: {', '.join(_MODELS)}"
         )
-    reader = WeightReader(checkpoint, device, dtype, activation_dtype(device, dtype), on_progress)
+    form = MatrixForm("auto", checkpoint) if form is None else form
+    reader = WeightReader(
+        checkpoint, device, dtype, activation_dtype(device, dtype), on_progress, form
+    )
     model = _MODELS[architecture](checkpoint.config, reader)
     checkpoint.finish()
+    form.log_plain()
     return model
 
 

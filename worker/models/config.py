@@ -47,7 +47,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head before RoPE
     activation: Activation = "silu"
-    rope: RopeConfig | None = field(default_factory=RopeConfig)  # None: learned positions
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    num_learned_positions: int = 0  # instead of RoPE; at least context_length
     local_rope: RopeConfig | None = None  # of layers with a window, where they have their own
     layer_windows: tuple[int | None, ...] = ()  # of each layer; (): none has one
     attention_scale: float | None = None  # of the scores, above 0; None: 1 / sqrt(head_dim)
@@ -72,8 +73,13 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if self.rope is None and self.num_learned_positions < self.context_length:
+            raise ValueError(
+                f"context_length {self.context_length} is beyond the "
+                f"{self.num_learned_positions} learned positions"
+            )
         if len(self.layer_windows) not in (0, self.num_layers):
             raise ValueError(
                 f"layer_windows must have one entry for each of {self.num_layers} layers, got "

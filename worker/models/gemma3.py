@@ -70,6 +70,7 @@ class Gemma3Model:
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         assert config.rope is not None, "a Gemma without RoPE"
         self.config = config
+        self.recordable = reader.recordable
         self._dtype = reader.activation_dtype
         self._rotation = Rotation(config.rope, config.head_dim, reader.device)
         self._local_rotation = Rotation(
@@ -88,8 +89,8 @@ class Gemma3Model:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
         run = ForwardPass.begin(self.config, batch, cache, self._dtype)
         self._vocabulary.embed(batch.token_ids, run.residual)
-        tables = self._rotation.tables(batch.positions)
-        local_tables = self._local_rotation.tables(batch.positions)
+        tables = self._rotation.tables(batch)
+        local_tables = self._local_rotation.tables(batch)
         for layer in self._layers:
             layer(run, tables if layer.attention.window is None else local_tables)
         if not run.wants_logits:

@@ -92,6 +92,7 @@ class Gpt2Model:
 
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         self.config = config
+        self.recordable = reader.recordable
         self._dtype = reader.activation_dtype
         self._vocabulary = Vocabulary.read(reader, config)
         self._positions = reader.embedding("transformer.wpe.weight")

@@ -74,7 +74,6 @@ def model_config(values: dict[str, object], where: str) -> ModelConfig:
     """
     fields = ConfigFields(values, where)
     family = _FAMILIES[_architecture(fields)]
-    _refuse_quantised(fields)
     try:
         return family.read(fields)
     except CheckpointError:
@@ -117,16 +116,3 @@ def _architecture(fields: ConfigFields) -> str:
         if family.model_type == model_type:
             return architecture
     raise fields.error("model_type", f"is {model_type!r}; {SUPPORTED}")
-
-
-def _refuse_quantised(fields: ConfigFields) -> None:
-    for name in ("quantization_config", "compression_config", "quantization"):
-        settings = fields.get(name)
-        if settings is None:
-            continue
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise fields.error(
-            name,
-            f"says that the weights are quantised (method {method or 'not named'}), which is not "
-            "supported; use the unquantised model or a GGUF file",
-        )

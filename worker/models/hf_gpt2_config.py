@@ -33,6 +33,7 @@ def gpt2_config(fields: ConfigFields) -> ModelConfig:
     num_heads = _size(fields, "n_head", "num_attention_heads")
     if num_heads < 1 or hidden_size % num_heads:
         raise fields.error("n_embd", f"{hidden_size} must be a multiple of n_head {num_heads}")
+    num_positions = _size(fields, "n_positions", "max_position_embeddings")
     return ModelConfig(
         architecture="gpt2",
         num_layers=_size(fields, "n_layer", "num_hidden_layers"),
@@ -42,7 +43,7 @@ def gpt2_config(fields: ConfigFields) -> ModelConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         vocab_size=fields.integer("vocab_size"),
-        context_length=_size(fields, "n_positions", "max_position_embeddings"),
+        context_length=num_positions,
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=True),
         attention_bias=True,
@@ -50,6 +51,7 @@ def gpt2_config(fields: ConfigFields) -> ModelConfig:
         mlp_bias=True,
         activation="gelu_tanh",
         rope=None,
+        num_learned_positions=num_positions,
     )
 
 

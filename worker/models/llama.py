@@ -68,6 +68,7 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, reader: WeightReader) -> None:
         assert config.rope is not None, "a Llama without RoPE"
         self.config = config
+        self.recordable = reader.recordable
         self._dtype = reader.activation_dtype
         self._rotation = Rotation(config.rope, config.head_dim, reader.device)
         self._vocabulary = Vocabulary.read(reader, config)
@@ -81,7 +82,7 @@ class LlamaModel:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
         run = ForwardPass.begin(self.config, batch, cache, self._dtype)
         self._vocabulary.embed(batch.token_ids, run.residual)
-        tables = self._rotation.tables(batch.positions)
+        tables = self._rotation.tables(batch)
         for layer in self._layers:
             layer(run, tables)
         if not run.wants_logits:

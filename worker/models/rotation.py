@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from legato.kernels.rope import rotation_tables
 from legato.worker.models.rope import inverse_frequencies
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from legato.worker.forward import ForwardBatch
     from legato.worker.models.config import RopeConfig
 
 
@@ -21,8 +23,9 @@ class Rotation:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
 
-    def tables(self, positions: Tensor) -> Tensor:
-        """Positions [T] to cos and sin [T, 2, head_dim / 2] fp32, for `kernels.rope`."""
-        half = self._inverse_frequencies.shape[0]
-        out = self._inverse_frequencies.new_empty(positions.shape[0], 2, half)
-        return rotation_tables(positions, self._inverse_frequencies, out, scale=self._scale)
+    def tables(self, batch: ForwardBatch) -> Tensor:
+        """Cos and sin [T, 2, head_dim / 2] fp32 of the batch's positions, for `kernels.rope`."""
+        frequencies = self._inverse_frequencies
+        shape = (batch.positions.shape[0], 2, frequencies.shape[0])
+        out = batch.empty(*shape, dtype=torch.float32, device=frequencies.device)
+        return rotation_tables(batch.positions, frequencies, out, scale=self._scale)

@@ -22,7 +22,7 @@ _HEAD_LAYER = HEAD.removesuffix(".weight")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Both have shape [vocab_size, hidden_size], and the same values where they are tied."""
+    """Both have shape [vocab_size, hidden_size], and are the same where they are tied."""
 
     embedding: Weight
     head: Weight
@@ -31,11 +31,11 @@ class Vocabulary:
     @classmethod
     def read(cls, reader: WeightReader, config: ModelConfig, *, scale: float = 1.0) -> Vocabulary:
         """The embedding, and the head where the model has one of its own."""
-        embedding = reader.embedding(embedding_name(config))
+        name = embedding_name(config)
         if not config.tie_word_embeddings:
-            return cls(embedding, reader.matrix(_HEAD_LAYER), scale)
-        # `take_rows` knows no rows of a packed weight yet: a packed head is a second copy.
-        return cls(embedding, reader.pack((_HEAD_LAYER,), embedding), scale)
+            return cls(reader.embedding(name), reader.matrix(_HEAD_LAYER), scale)
+        both = reader.matrix(name.removesuffix(".weight"))
+        return cls(both, both, scale)
 
     def embed(self, token_ids: Tensor, out: Tensor) -> None:
         """token_ids [T] to `out` [T, hidden_size]."""

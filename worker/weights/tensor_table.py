@@ -70,7 +70,7 @@ def _gpt2_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         "mlp.c_proj": (inner, hidden),
     }
     yield embedding_name(config), (config.vocab_size, hidden)
-    yield "transformer.wpe.weight", (config.context_length, hidden)
+    yield "transformer.wpe.weight", (config.num_learned_positions, hidden)
     for layer in range(config.num_layers):
         prefix = f"transformer.h.{layer}"
         for name, shape in linears.items():
