@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from legato.kernels.kv_pages import plain
+
 if TYPE_CHECKING:
     from legato.kernels.kv_pages import KvPages
 
@@ -56,8 +58,9 @@ def kv_unpack(data: Tensor, scales: Tensor | None, pages: KvPages, slots: Tensor
     if scales is not None and pages.k_scale is not None and pages.v_scale is not None:
         pages.k_scale.index_copy_(0, slots, scales[0])
         pages.v_scale.index_copy_(0, slots, scales[1])
-    pages.k.index_copy_(0, slots, data[0])
-    pages.v.index_copy_(0, slots, data[1])
+    data = plain(data)
+    plain(pages.k).index_copy_(0, slots, data[0])
+    plain(pages.v).index_copy_(0, slots, data[1])
 
 
 def _gather(k: Tensor, v: Tensor, slots: Tensor) -> Tensor:

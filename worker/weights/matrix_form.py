@@ -89,7 +89,8 @@ class MatrixForm:
     ) -> Tensor | QuantizedWeight:
         """A float matrix [N, K] made of `names`, quantised where that is asked for.
 
-        A head, or the embedding tied to it, has 8 bits where the others have 4: see docs/quantization.md for what 4 would cost.
+        A head, or the embedding tied to it, has 8 bits where the others have 4: see
+        docs/quantization.md for what 4 would cost.
         """
         if self.mode is not None and matrix.shape[1] % 8 == 0:
             mode = self.mode if self._vocabulary.isdisjoint(names) else INT8
