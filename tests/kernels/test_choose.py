@@ -27,6 +27,8 @@ PATHS = [
 ]
 paths = pytest.mark.parametrize("path", PATHS)
 INF = math.inf
+# The interpreter's, where a quotient overflows as it should.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 
 def run_choose(path: str, logits: Tensor, rows: Sequence[Settings]) -> list[int]:
@@ -97,7 +99,7 @@ def test_choose_is_as_defined(path: str, scale: float) -> None:
 
 @paths
 def test_a_whole_vocabulary(path: str) -> None:
-    limits = LIMITS[2:3] if path == "triton" and INTERPRETED else LIMITS[:8]
+    limits = [LIMITS[i] for i in ((2,) if path == "triton" and INTERPRETED else (1, 2, 6, 8))]
     rows: list[Settings] = [(*limit, 7, r) for r, limit in enumerate(limits)]
     assert_as_defined(path, normal(len(rows), 49152) * 0.01, rows)
 
@@ -252,11 +254,11 @@ def test_weights_end_at_nothing() -> None:
 
 
 def test_frequencies_over_a_wide_row_are_the_distribution() -> None:
-    logits = normal(1, 50_000) * 2
-    draws = 40_000
+    logits = normal(1, 1200) * 2
+    draws = 10_000
     choices = Choices(*tensors([(1.0, 0, 1.0, 0.0, 5, index) for index in range(draws)]))
-    tokens = choose(logits.expand(draws, -1)[:, :1200], choices)
-    probabilities = logits[0, :1200].double().softmax(-1)
+    tokens = choose(logits.expand(draws, -1), choices)
+    probabilities = logits[0].double().softmax(-1)
     # 40 groups of tokens by id, so that each is expected often.
     expected = probabilities.reshape(40, 30).sum(-1) * draws
     counts = torch.bincount(tokens // 30, minlength=40).double()
@@ -270,7 +272,7 @@ def test_shapes_must_fit() -> None:
     with pytest.raises(ValueError, match="vocab_size must be at most 4194304, got 4194305"):
         choose(torch.zeros(1, 4194305), choices)
     with pytest.raises(ValueError, match="a row of logits must be contiguous"):
-        choose(torch.zeros(8, 1).expand(8, 2).t(), choices)
+        choose(torch.zeros(1, 16)[:, ::2], choices)
     nothing = Choices(torch.zeros(0, 3, dtype=torch.float64), torch.zeros(0, 3, dtype=torch.int64))
     assert choose(torch.zeros(0, 8), nothing).tolist() == []
     assert argmax(torch.zeros(0, 8)).tolist() == []
