@@ -45,7 +45,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --quiet --upgrade "pip>=25.1"
 
-$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
 	@echo "[legato] installing (the first time takes a few minutes)"
 	@$(PIP) --progress-bar on -c constraints.txt -e . --group dev
 	@touch $@

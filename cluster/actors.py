@@ -94,6 +94,8 @@ class WorkerActor:
                 host=place.host or _node_address(),
                 device=place.device,
                 dtype=engine.dtype,
+                kv_cache=engine.kv_cache,
+                weights=engine.weights,
                 kv_memory_bytes=engine.kv_memory_bytes,
                 block_size=engine.block_size,
                 prefill_chunk_tokens=engine.prefill_chunk_tokens,

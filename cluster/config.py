@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# As `legato.worker.config.WEIGHTS`, which says what they are.
+WEIGHTS = (
+    "auto",
+    "keep",
+    "int8",
+    "int4",
+    "int4-g64",
+    "int4-g128",
+    "int4-g64-sym",
+    "int4-g128-sym",
+)
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -11,6 +23,8 @@ class EngineOptions:
 
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache: str = "auto"
+    weights: str = "auto"
     kv_memory_bytes: int = 1 << 30
     block_size: int = 16
     prefill_chunk_tokens: int = 2048

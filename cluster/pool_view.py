@@ -53,7 +53,7 @@ def check_identity(
     found["protocol_version"] = identity.protocol_version
     expected["protocol_version"] = PROTOCOL_VERSION
     if reference is not None:
-        for name in ("model_fingerprint", "dtype", "vocab_size"):
+        for name in ("model_fingerprint", "weights", "dtype", "vocab_size"):
             found[name] = getattr(identity, name)
             expected[name] = getattr(reference, name)
         for name in ("num_layers", "num_kv_heads", "head_dim", "dtype"):

@@ -8,6 +8,19 @@ import torch
 from torch import Tensor
 
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+# As csrc/kv_rows.h counts them.
+NATIVE_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+}
+
+
+def plain(rows: Tensor) -> Tensor:
+    """8-bit rows as bytes: torch cannot write fp8 by index."""
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
 
 
 @dataclass(frozen=True)

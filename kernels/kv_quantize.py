@@ -12,11 +12,12 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """rows [..., head_dim] to the same shape in `dtype`, and scales [...] fp32.
 
-    The scale is max|row| / largest; a row of zeros has scale 0 and stays zeros. int8 rounds to
-    the nearest, ties to even.
+    The scale is max|row| / largest; a row of zeros, or of numbers so small that 1 / scale would be
+    infinite, has scale 0 and becomes zeros. int8 rounds to the nearest, ties to even.
     """
     wide = rows.float()
     scales = wide.abs().amax(-1) / LARGEST[dtype]
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
     scaled = wide * inverse[..., None]
     if dtype == torch.int8:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from legato.kernels import native
+from legato.kernels.kv_pages import NATIVE_DTYPES, plain
 from legato.kernels.kv_quantize import quantize_rows
+from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +32,28 @@ def kv_scatter(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
 
         kv_scatter_triton.kv_scatter(k, v, pages, slots)
         return
+    if native.takes(k, v):
+        _launch_native(k, v, pages, slots)
+        return
     for new, rows, scales in ((k, pages.k, pages.k_scale), (v, pages.v, pages.v_scale)):
         if scales is None:
             rows.index_copy_(0, slots, new.to(rows.dtype))
         else:
             quantized, new_scales = quantize_rows(new, rows.dtype)
-            rows[slots] = quantized
-            scales[slots] = new_scales
+            plain(rows).index_copy_(0, slots, plain(quantized))
+            scales.index_copy_(0, slots, new_scales)
+
+
+def _launch_native(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
+    num_tokens, (heads, head_dim) = slots.shape[0], pages.k.shape[1:]
+    require_shape(k, (num_tokens, heads, head_dim), "k")
+    require_shape(v, (num_tokens, heads, head_dim), "v")
+    require_contiguous_rows(k=k, v=v)
+    if slots.dtype != torch.int64:
+        raise ValueError(f"slots must be int64, got {slots.dtype}")
+    require_contiguous(slots=slots, pages_k=pages.k, pages_v=pages.v)
+    native.launch(
+        "lg_kv_scatter",
+        (k, v, pages.k, pages.v, pages.k_scale, pages.v_scale, slots),
+        (num_tokens, heads, head_dim, NATIVE_DTYPES[pages.dtype], k.stride(0), v.stride(0)),
+    )

@@ -2,36 +2,114 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from legato.kernels.layout import require_shape
+from legato.kernels import native
+from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
+from legato.kernels.pack import pack_quantized, pack_tensor
+from legato.kernels.weight import PackedWeight
 
 if TYPE_CHECKING:
     from legato.kernels.weight import QuantizedWeight, Weight
 
+# Rows of one C operation: bounds its scratch memory, and is far beyond where weights are re-used.
+_MAX_ROWS = 2048
+
 
 def pack_weight(weight: Tensor | QuantizedWeight) -> Weight:
-    """Brings a weight [out, in] into the form that `linear` reads fastest on its device."""
-    return weight
+    """Brings a weight [out, in] into the form that `linear` reads fastest on its device.
+
+    On a CPU with C kernels that is a `PackedWeight`, a copy; else the weight itself.
+    """
+    values = weight if isinstance(weight, Tensor) else weight.values
+    if not native.available() or values.device.type != "cpu":
+        return weight
+    return pack_tensor(weight) if isinstance(weight, Tensor) else pack_quantized(weight)
 
 
 def linear(
-    x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    accumulate: bool = False,
 ) -> Tensor:
     """x [T, in] and a weight [out, in] to [T, out].
 
     Args:
         x: rows may have any stride.
-        weight: plain, quantised or from `pack_weight`.
+        weight: plain, quantised or from `pack_weight`; a packed one takes fp32 rows on the CPU.
         bias: [out], of x's dtype.
-        out: [T, out] contiguous; made where it is None.
+        out: [T, out], its rows may have any stride; made where it is None.
+        accumulate: adds to `out`, which must be given, instead of overwriting it.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
     """
+    size_out, size_in = _sizes(weight)
+    if x.dim() != 2 or x.shape[1] != size_in:
+        raise ValueError(f"x must have shape (T, {size_in}), got {tuple(x.shape)}")
+    if bias is not None:
+        require_shape(bias, (size_out,), "bias")
+    if out is not None:
+        require_shape(out, (x.shape[0], size_out), "out")
+    elif accumulate:
+        raise ValueError("accumulate needs out")
+    if isinstance(weight, PackedWeight):
+        if out is None:
+            out = x.new_empty(x.shape[0], size_out)
+        _launch(x, weight, bias, out, accumulate=accumulate)
+        return out
+    if native.recording():
+        raise RuntimeError("a recorded program holds C kernels only; the weight is not packed")
     wide = weight if isinstance(weight, Tensor) else weight.dequantize()
     result = F.linear(x, wide.to(x.dtype), bias)
     if out is None:
         return result
-    require_shape(out, tuple(result.shape), "out")
-    return out.copy_(result)
+    return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _sizes(weight: Weight) -> tuple[int, int]:
+    """N and K."""
+    if isinstance(weight, Tensor):
+        return weight.shape[0], weight.shape[1]
+    return weight.out_features, weight.in_features
+
+
+def _launch(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, *, accumulate: bool
+) -> None:
+    for name, tensor in (("x", x), ("bias", bias), ("out", out)):
+        if tensor is not None and not native.takes(tensor):
+            raise ValueError(
+                f"with a packed weight, {name} must be fp32 on the CPU, "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+    require_contiguous_rows(x=x, out=out)
+    if bias is not None:
+        require_contiguous(bias=bias)
+    groups: tuple[int, ...] = ()
+    if weight.group_size:
+        activation_group = _activation_group(weight.group_size, weight.in_features)
+        groups = (weight.group_size, activation_group, *weight.group_codes)
+    for first in range(0, x.shape[0], _MAX_ROWS):
+        rows, to = x[first : first + _MAX_ROWS], out[first : first + _MAX_ROWS]
+        sizes = (
+            rows.shape[0], weight.out_features, weight.in_features,
+            rows.stride(0), to.stride(0), int(accumulate),
+            *groups,
+        )  # fmt: skip
+        tensors = (rows, weight.data, bias, to, weight.scales, weight.offsets)
+        native.launch(f"lg_linear_{weight.kind}", tensors, sizes)
+
+
+def _activation_group(group_size: int, size_in: int) -> int:
+    """How many neighbours in a row of x share a scale; see `kernels/csrc/gemm_quant.c`."""
+    if group_size >= size_in:
+        return 128
+    return gcd(group_size, 128)

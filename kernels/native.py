@@ -3,11 +3,15 @@
 An operation is a C function and its sizes, scalars and tensors. Called from Python, each costs
 some microseconds; a decode step has hundreds. So a forward pass is recorded once (`record`) and
 then run in one call, without the interpreter lock, by a team of threads that sleeps in between.
+
+The best library for this CPU is used; `LEGATO_CPU_LEVEL=avx2` (or another level's name) in the
+environment takes that one, to look for errors and for tests.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from contextlib import contextmanager
@@ -159,7 +163,10 @@ def _function(name: str) -> int:
 @cache
 def _library() -> tuple[str, ctypes.CDLL] | None:
     features = _cpu_features()
+    wanted = os.environ.get("LEGATO_CPU_LEVEL")
     for name, needed in _LEVELS:
+        if wanted not in (None, name):
+            continue
         file = Path(__file__).with_name(f"native_{name}{EXTENSION_SUFFIXES[0]}")
         if needed <= features and file.exists():
             library = ctypes.CDLL(str(file))
@@ -169,6 +176,8 @@ def _library() -> tuple[str, ctypes.CDLL] | None:
             if library.lg_op_size() != _LAYOUT.size:
                 raise ImportError(f"{file} was built from other sources; install legato again")
             return name, library
+    if wanted is not None:
+        raise ImportError(f"LEGATO_CPU_LEVEL={wanted}: not built, or not for this CPU")
     return None
 
 

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from legato.kernels import native
+from legato.kernels.kv_pages import NATIVE_DTYPES
 from legato.kernels.kv_quantize import dequantize_rows
-from legato.kernels.layout import require_shape
+from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
 
 if TYPE_CHECKING:
     from legato.kernels.attention_plan import AttentionPlan, CpuSequence
@@ -44,7 +46,59 @@ def paged_decode_attention(
         return paged_decode_attention_triton.paged_decode_attention(
             q, pages, plan, scale, window, out
         )
+    if native.takes(q, out):
+        launch_native("lg_paged_decode", q, pages, plan, scale, window, out)
+        return out
     return _portable(q, pages, plan, scale, window, out)
+
+
+def launch_native(
+    name: str,
+    q: Tensor,
+    pages: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Checks what C does not, and runs or records `lg_paged_decode` or `lg_paged_prefill`."""
+    num_heads, head_dim = q.shape[1:]
+    require_contiguous_rows(q=q)
+    require_contiguous(out=out, k=pages.k, v=pages.v)
+    if head_dim != pages.head_dim or head_dim % 2 or num_heads % pages.num_kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads of {head_dim}, the pages {pages.num_kv_heads} of "
+            f"{pages.head_dim}: heads must be a multiple, and head_dim even and the same"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    table = plan.block_table
+    if table.stride(-1) != 1:
+        raise ValueError(f"block_table's rows must be contiguous, got strides {table.stride()}")
+    require_contiguous(context_lens=plan.context_lens, query_starts=plan.query_starts)
+    for field in ("query_starts", "context_lens", "block_table"):
+        tensor: Tensor = getattr(plan, field)
+        if tensor.dtype != torch.int32 or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{field} must be int32 on the CPU, got {tensor.dtype} on {tensor.device}"
+            )
+    native.launch(
+        name,
+        (q, pages.k, pages.v, pages.k_scale, pages.v_scale, plan.context_lens, table, out)
+        + ((plan.query_starts,) if name == "lg_paged_prefill" else ()),
+        (
+            plan.num_sequences,
+            num_heads,
+            pages.num_kv_heads,
+            head_dim,
+            NATIVE_DTYPES[pages.dtype],
+            plan.block_size,
+            table.stride(0),
+            q.stride(0),
+            window or 0,
+        ),
+        (scale,),
+    )  # fmt: skip
 
 
 def _portable(

@@ -1,11 +1,22 @@
-"""Triton kernel and launcher of paged_decode_attention."""
+"""Triton kernels and launcher of paged_decode_attention: split KV, merged in a fixed order."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
+
+from legato.kernels.paged_rows_triton import (
+    LOG2_E,
+    NO_WINDOW,
+    attend,
+    check_attention,
+    page_pointers,
+    rows_kind,
+    slots_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,64 +24,131 @@ if TYPE_CHECKING:
     from legato.kernels.attention_plan import AttentionPlan
     from legato.kernels.kv_pages import KvPages
 
-_KEYS = 64  # keys a step: a constant, so that the order of the sum never depends on the batch
+# All of these are constants of a model's shape, never of a batch: they fix the order of the sums.
+SPLIT = 256  # positions of one split: split i holds [i SPLIT, (i + 1) SPLIT)
+# Part p sums the splits p, p + MAX_PARTS, ...; contexts up to 16,384 have a split a part. It bounds
+# the programs and the workspace: S × MAX_PARTS × num_heads × (head_dim + 2) fp32 at most.
+MAX_PARTS = 64
+_MAX_GROUP_TILE = 64  # query heads a program; larger groups read K and V once for each such tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
-def _decode_kernel(
-    q_ptr: Tensor,
-    k_cache_ptr: Tensor,
-    v_cache_ptr: Tensor,
-    out_ptr: Tensor,
-    block_table_ptr: Tensor,
-    context_lens_ptr: Tensor,
+def _part_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    acc_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
     table_stride: int,
     q_stride: int,
     scale: float,
+    window: int,
     NUM_HEADS: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
     NUM_KV_HEADS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
     GROUP_TILE: tl.constexpr,  # noqa: N803
     DIM_TILE: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
+    SPLIT: tl.constexpr,  # noqa: N803
+    MAX_PARTS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """One program a (sequence, KV head): its group of query heads reads K and V once."""
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    context_len = tl.load(context_lens_ptr + sequence)
+    """One program a (tile of a KV head's query heads, part, sequence): reads K and V once."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    member = tl.arange(0, GROUP_TILE)
+    tiles: tl.constexpr = (group + GROUP_TILE - 1) // GROUP_TILE
+    kv_head = tl.program_id(0) // tiles
+    part = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + sequence)
+    if part * SPLIT >= context_len:
+        return
+    first = tl.maximum(context_len - window, 0)  # the first position that is seen
+    member = tl.program_id(0) % tiles * GROUP_TILE + tl.arange(0, GROUP_TILE)
     dim = tl.arange(0, DIM_TILE)
     lane = tl.arange(0, KEYS)
     head = kv_head * group + member
-    q_mask = (member < group)[:, None] & (dim < HEAD_DIM)[None, :]
+    head_mask = member < group
+    q_mask = head_mask[:, None] & (dim < HEAD_DIM)[None, :]
     q_offset = head[:, None] * HEAD_DIM + dim[None, :]
     q = tl.load(q_ptr + sequence * q_stride + q_offset, mask=q_mask, other=0.0)
     best = tl.full([GROUP_TILE], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
     acc = tl.zeros([GROUP_TILE, DIM_TILE], tl.float32)
-    for start in range(0, context_len, KEYS):
-        position = start + lane
-        seen = position < context_len
-        block = tl.load(
-            block_table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=seen, other=0
-        ).to(tl.int64)
-        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-        kv_offset = (slot[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
-        kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(k_cache_ptr + kv_offset, mask=kv_mask, other=0.0)
-        v = tl.load(v_cache_ptr + kv_offset, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp(scores - new_best[:, None])
-        shrink = tl.exp(best - new_best)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = new_best
-    out_offset = sequence * NUM_HEADS * HEAD_DIM + q_offset
-    tl.store(out_ptr + out_offset, acc / total[:, None], mask=q_mask)
+    for split in range(part * SPLIT, context_len, MAX_PARTS * SPLIT):
+        end = tl.minimum(split + SPLIT, context_len)
+        for start in range(tl.maximum(split, first // KEYS * KEYS), end, KEYS):
+            position = start + lane
+            inside = (position >= first) & (position < end)
+            slot = slots_of(block_table_ptr + sequence * table_stride, position, inside, BLOCK_SIZE)
+            best, total, acc = attend(
+                q,
+                k_ptr,
+                v_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                slot,
+                inside,
+                inside[None, :],
+                kv_head,
+                scale,
+                best,
+                total,
+                acc,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                DIM_TILE,
+                ROWS,
+            )
+    row = (sequence * tl.num_programs(1) + part) * NUM_HEADS + head
+    tl.store(best_ptr + row, best, mask=head_mask)
+    tl.store(total_ptr + row, total, mask=head_mask)
+    # A part left of the window has seen nothing: its sums are not read.
+    acc_mask = q_mask & (best > -float("inf"))[:, None]
+    tl.store(acc_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=acc_mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
+def _merge_kernel(
+    acc_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    num_parts: int,
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    DIM_TILE: tl.constexpr,  # noqa: N803
+    SPLIT: tl.constexpr,  # noqa: N803
+    MAX_PARTS: tl.constexpr,  # noqa: N803
+) -> None:
+    """One program a (head, sequence): all parts at once, as many as there can be, in one order."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    num_heads = tl.num_programs(0)
+    context_len = tl.load(context_lens_ptr + sequence)
+    part = tl.arange(0, MAX_PARTS)
+    dim = tl.arange(0, DIM_TILE)
+    row = (sequence * num_parts + part) * num_heads + head
+    # Part 0 always has work where there is a context: its programs wrote what is read here.
+    written = part * SPLIT < context_len
+    best = tl.load(best_ptr + row, mask=written, other=-float("inf"))
+    has_keys = best > -float("inf")
+    total = tl.load(total_ptr + row, mask=has_keys, other=0.0)
+    mask = has_keys[:, None] & (dim < HEAD_DIM)[None, :]
+    acc = tl.load(acc_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    # A row without context, as padding has, gives zeros.
+    base = tl.where(context_len > 0, tl.max(best, axis=0), 0.0)
+    weights = tl.exp2(best - base)
+    total_sum = tl.sum(total * weights, axis=0)
+    acc_sum = tl.sum(acc * weights[:, None], axis=0)
+    result = acc_sum / tl.where(context_len > 0, total_sum, 1.0)
+    out_offset = (sequence * num_heads + head) * HEAD_DIM + dim
+    tl.store(out_ptr + out_offset, result, mask=dim < HEAD_DIM)
 
 
 def paged_decode_attention(
@@ -81,30 +159,81 @@ def paged_decode_attention(
     window: int | None,
     out: Tensor,
 ) -> Tensor:
-    """See kernels.paged_decode_attention; a token's heads must lie together."""
+    """See kernels.paged_decode_attention.
+
+    Reads no tensor on the host, so a CUDA graph may hold it: the number of parts follows from the
+    width of the block table, and programs beyond a context end at once.
+    """
+    check_attention(q, pages, plan, window, out)
     num_sequences, num_heads, head_dim = q.shape
-    if q.stride()[1:] != (head_dim, 1):
-        raise ValueError(f"q's heads must be contiguous, got strides {q.stride()}")
     num_kv_heads = pages.num_kv_heads
-    if window is not None or pages.k_scale is not None:
-        raise NotImplementedError("windows and 8-bit pages")
-    _decode_kernel[(num_sequences, num_kv_heads)](
+    num_parts = min(MAX_PARTS, triton.cdiv(plan.block_table.shape[1] * plan.block_size, SPLIT))
+    acc = torch.empty(
+        (num_sequences, num_parts, num_heads, head_dim), dtype=torch.float32, device=q.device
+    )
+    best, total = torch.empty(
+        (2, num_sequences, num_parts, num_heads), dtype=torch.float32, device=q.device
+    )
+    group = num_heads // num_kv_heads
+    # tl.dot wants 16 rows at least.
+    group_tile = min(max(16, triton.next_power_of_2(group)), _MAX_GROUP_TILE)
+    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    keys, num_warps, num_stages = steps(dim_tile, q.element_size(), pages.k.element_size())
+    _part_kernel[(num_kv_heads * triton.cdiv(group, group_tile), num_parts, num_sequences)](
         q,
-        pages.k,
-        pages.v,
-        out,
+        *page_pointers(pages),
+        acc,
+        best,
+        total,
         plan.block_table,
         plan.context_lens,
         plan.block_table.stride(0),
         q.stride(0),
-        scale,
+        scale * LOG2_E,
+        NO_WINDOW if window is None else window,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=plan.block_size,
-        # tl.dot wants 16 rows at least.
-        GROUP_TILE=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
-        KEYS=_KEYS,
+        ROWS=rows_kind(pages),
+        GROUP_TILE=group_tile,
+        DIM_TILE=dim_tile,
+        KEYS=keys,
+        SPLIT=SPLIT,
+        MAX_PARTS=MAX_PARTS,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    _merge_kernel[(num_heads, num_sequences)](
+        acc,
+        best,
+        total,
+        out,
+        plan.context_lens,
+        num_parts,
+        HEAD_DIM=head_dim,
+        DIM_TILE=dim_tile,
+        SPLIT=SPLIT,
+        MAX_PARTS=MAX_PARTS,
+        num_warps=4 if dim_tile <= 128 else 8,
     )
     return out
+
+
+def steps(dim_tile: int, element_size: int, row_size: int) -> tuple[int, int, int]:
+    """Keys a step, warps and stages: by shape and dtype alone, like every sum's order.
+
+    Chosen so that nothing spills and shared memory stays under 99 KiB with two steps' K and V on
+    their way; not tuned on a GPU.
+
+    Args:
+        dim_tile: head_dim rounded up.
+        element_size: bytes of one of q's elements.
+        row_size: bytes of one of the pages' elements.
+    """
+    # Two of five stages go to the block table, which has to be read before K and V can be.
+    if element_size < 4:
+        return 64 if dim_tile <= 128 else 32, 4, 5
+    # No tensor cores: "ieee" products run as FMAs out of registers. Converted rows that come
+    # through the pipeline are held there whole: no stages.
+    return 32 if dim_tile <= 128 else 16, 4 if dim_tile <= 128 else 8, 1 if row_size == 1 else 5

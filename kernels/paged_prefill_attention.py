@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from legato.kernels import native
 from legato.kernels.attention_plan import CPU_TILE
 from legato.kernels.layout import require_shape
-from legato.kernels.paged_decode_attention import sequence_rows
+from legato.kernels.paged_decode_attention import launch_native, sequence_rows
 
 if TYPE_CHECKING:
     from legato.kernels.attention_plan import AttentionPlan
@@ -45,6 +46,9 @@ def paged_prefill_attention(
         return paged_prefill_attention_triton.paged_prefill_attention(
             q, pages, plan, scale, window, out
         )
+    if native.takes(q, out):
+        launch_native("lg_paged_prefill", q, pages, plan, scale, window, out)
+        return out
     return _portable(q, pages, plan, scale, window, out)
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from legato.kernels.attention_plan import AttentionPlan
+    from legato.kernels.kv_pages import KvPages
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,27 +41,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: list[list[int]],
-    query_starts: list[int],
-    context_lens: list[int],
-    block_size: int,
+    pages: KvPages,
+    plan: AttentionPlan,
     scale: float,
+    *,
+    window: int | None = None,
 ) -> Tensor:
-    """Decode and prefill attention, one query head of one token at a time, in fp64."""
-    output = torch.empty_like(q)
-    group = q.shape[1] // k_cache.shape[1]
-    for s, context_len in enumerate(context_lens):
-        slots = [
-            block_tables[s][position // block_size] * block_size + position % block_size
-            for position in range(context_len)
-        ]
-        for t in range(query_starts[s], query_starts[s + 1]):
-            visible = slots[: context_len - (query_starts[s + 1] - 1 - t)]
+    """Decode and prefill attention, one query head of one token at a time, in fp64.
+
+    Arguments as `kernels.paged_prefill_attention`'s; returns [T, num_heads, head_dim] fp64.
+    """
+    output = torch.zeros(q.shape, dtype=torch.float64)
+    group, size = q.shape[1] // pages.num_kv_heads, plan.block_size
+    starts = plan.query_starts.tolist()
+    for s, context_len in enumerate(plan.context_lens.tolist()):
+        blocks = plan.block_table[s].tolist()
+        slots = [blocks[p // size] * size + p % size for p in range(context_len)]
+        keys, values = pages.k[slots].double(), pages.v[slots].double()
+        if pages.k_scale is not None and pages.v_scale is not None:
+            keys *= pages.k_scale[slots].double()[..., None]
+            values *= pages.v_scale[slots].double()[..., None]
+        for t in range(starts[s], starts[s + 1]):
+            end = context_len - (starts[s + 1] - 1 - t)
+            first = 0 if window is None else max(0, end - window)
             for head in range(q.shape[1]):
-                keys = k_cache[visible, head // group].double()
-                values = v_cache[visible, head // group].double()
-                weights = (keys @ q[t, head].double() * scale).softmax(0)
-                output[t, head] = (weights @ values).to(q.dtype)
+                k, v = (rows[first:end, head // group] for rows in (keys, values))
+                output[t, head] = (k @ q[t, head].double() * scale).softmax(0) @ v
     return output

@@ -10,6 +10,7 @@ from legato.kernels.layout import require_contiguous, require_shape
 from legato.kernels.weight import PackedWeight, QuantizedWeight, Weight
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KIND_CODES = {"f32": 0, "bf16": 1, "f16": 2, "q8": 3, "q4": 4}
 
 
 def take_rows(
@@ -37,7 +38,13 @@ def take_rows(
         native.launch("lg_take_rows", (table, indices, out), sizes, (scale,))
         return out
     if isinstance(table, PackedWeight):
-        raise NotImplementedError("rows of a packed weight")
+        if not native.takes(out):
+            raise ValueError(f"with a packed weight, out must be fp32 on the CPU, got {out.dtype}")
+        groups = (table.group_size, *table.group_codes) if table.group_size else ()
+        sizes = (indices.shape[0], width, _KIND_CODES[table.kind], int(add), *groups)
+        tensors = (table.data, indices, out, table.scales, table.offsets)
+        native.launch("lg_take_packed_rows", tensors, sizes, (scale,))
+        return out
     if isinstance(table, QuantizedWeight):
         rows = table.rows(indices).dequantize()
     else:

@@ -62,6 +62,12 @@ class QuantizedWeight:
         return self.scales[:, group] * q.float() + self.offsets[:, group]
 
 
+PANEL = 32  # outputs a panel; LG_PANEL in kernels/csrc/gemm.h
+_SCALE_CODES = {torch.float32: 0, torch.float16: 2}
+_OFFSET_CODES = {torch.uint8: 1, torch.float16: 2, torch.float32: 3}
+_FLOAT_KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight in the layout of the C kernels; see `kernels/csrc/gemm.h` for the bytes."""
@@ -69,14 +75,40 @@ class PackedWeight:
     kind: str  # "f32", "bf16", "f16", "q8", "q4"
     out_features: int
     in_features: int
-    group_size: int  # 0 for float kinds
-    data: Tensor  # uint8
-    scales: Tensor | None
-    offsets: Tensor | None
+    data: Tensor  # [panels, units a row, PANEL, bytes a unit] uint8
+    group_size: int = 0  # 0 for float kinds
+    scales: Tensor | None = None  # [panels, groups, PANEL] fp16 where that is exact, or fp32
+    # Alike. uint8 zero points (offset = -scale * zero), or fp16 or fp32 offsets. None: all zero
+    # points are `zero`.
+    offsets: Tensor | None = None
+    zero: int = 0
 
     def dequantize(self) -> Tensor:
         """[N, K] fp32; for tests, and where a weight has to be seen whole."""
-        raise NotImplementedError("packed weights")
+        rows = self._rows(self.data)
+        if self.scales is None:
+            return rows.view(_FLOAT_KINDS[self.kind])[:, : self.in_features].float()
+        scales = self._rows(self.scales.unsqueeze(-1)).float()
+        if self.offsets is None:
+            offsets = -scales * self.zero
+        else:
+            offsets = self._rows(self.offsets.unsqueeze(-1)).float()
+            if self.offsets.dtype == torch.uint8:
+                offsets *= -scales
+        bits = 4 if self.kind == "q4" else 8
+        wide = QuantizedWeight(bits, self.in_features, self.group_size, rows, scales, offsets)
+        return wide.dequantize()
+
+    @property
+    def group_codes(self) -> tuple[int, int, int]:
+        """Type of scales, type of offsets and zero point, as the C kernels want them."""
+        assert self.scales is not None, "float kinds have no groups"
+        offset_type = 0 if self.offsets is None else _OFFSET_CODES[self.offsets.dtype]
+        return _SCALE_CODES[self.scales.dtype], offset_type, self.zero
+
+    def _rows(self, panels: Tensor) -> Tensor:
+        """[panels, units, PANEL, n] to [N, units * n]."""
+        return panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.out_features]
 
     @property
     def num_bytes(self) -> int:

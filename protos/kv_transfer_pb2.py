@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from legato.protos import worker_pb2 as legato_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flegato/protos/kv_transfer.proto\x12\tlegato.v1\x1a\x1alegato/protos/worker.proto\"\x84\x01\n\x06KvPush\x12#\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x12.legato.v1.KvBeginH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.legato.v1.KvChunkH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvCommitH\x00\x42\t\n\x07message\"\x9c\x01\n\x07KvBegin\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.legato.v1.KvTicket\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvLayout\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\"\x7f\n\x07KvChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05layer\x18\x03 \x01(\x05\x12\x13\n\x0btoken_start\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x07 \x01(\x07\",\n\x08KvCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"\xe8\x01\n\x05KvAck\x12\'\n\x06status\x18\x01 \x01(\x0e\x32\x17.legato.v1.KvAck.Status\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x13\n\x0btoken_start\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_landed\x18\x05 \x01(\x03\"l\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x11\n\rSTATUS_RESEND\x10\x02\x12\x12\n\x0eSTATUS_REFUSED\x10\x03\x12\x14\n\x10STATUS_COMMITTED\x10\x04\x32=\n\nKvTransfer\x12/\n\x04Push\x12\x11.legato.v1.KvPush\x1a\x10.legato.v1.KvAck(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flegato/protos/kv_transfer.proto\x12\tlegato.v1\x1a\x1alegato/protos/worker.proto\"\x84\x01\n\x06KvPush\x12#\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x12.legato.v1.KvBeginH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.legato.v1.KvChunkH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvCommitH\x00\x42\t\n\x07message\"\xad\x01\n\x07KvBegin\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.legato.v1.KvTicket\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvLayout\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0f\n\x07weights\x18\x06 \x01(\t\"\x7f\n\x07KvChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05layer\x18\x03 \x01(\x05\x12\x13\n\x0btoken_start\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x07 \x01(\x07\",\n\x08KvCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"\xe8\x01\n\x05KvAck\x12\'\n\x06status\x18\x01 \x01(\x0e\x32\x17.legato.v1.KvAck.Status\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x13\n\x0btoken_start\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_landed\x18\x05 \x01(\x03\"l\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x11\n\rSTATUS_RESEND\x10\x02\x12\x12\n\x0eSTATUS_REFUSED\x10\x03\x12\x14\n\x10STATUS_COMMITTED\x10\x04\x32=\n\nKvTransfer\x12/\n\x04Push\x12\x11.legato.v1.KvPush\x1a\x10.legato.v1.KvAck(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVPUSH']._serialized_start=75
   _globals['_KVPUSH']._serialized_end=207
   _globals['_KVBEGIN']._serialized_start=210
-  _globals['_KVBEGIN']._serialized_end=366
-  _globals['_KVCHUNK']._serialized_start=368
-  _globals['_KVCHUNK']._serialized_end=495
-  _globals['_KVCOMMIT']._serialized_start=497
-  _globals['_KVCOMMIT']._serialized_end=541
-  _globals['_KVACK']._serialized_start=544
-  _globals['_KVACK']._serialized_end=776
-  _globals['_KVACK_STATUS']._serialized_start=668
-  _globals['_KVACK_STATUS']._serialized_end=776
-  _globals['_KVTRANSFER']._serialized_start=778
-  _globals['_KVTRANSFER']._serialized_end=839
+  _globals['_KVBEGIN']._serialized_end=383
+  _globals['_KVCHUNK']._serialized_start=385
+  _globals['_KVCHUNK']._serialized_end=512
+  _globals['_KVCOMMIT']._serialized_start=514
+  _globals['_KVCOMMIT']._serialized_end=558
+  _globals['_KVACK']._serialized_start=561
+  _globals['_KVACK']._serialized_end=793
+  _globals['_KVACK_STATUS']._serialized_start=685
+  _globals['_KVACK_STATUS']._serialized_end=793
+  _globals['_KVTRANSFER']._serialized_start=795
+  _globals['_KVTRANSFER']._serialized_end=856
 # @@protoc_insertion_point(module_scope)

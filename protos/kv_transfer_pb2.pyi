@@ -57,10 +57,12 @@ class KvBegin(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """The sender's; refused naming the field where it does not fit the receiver's."""
     protocol_version: _builtins.int
     num_tokens: _builtins.int
+    weights: _builtins.str
     @_builtins.property
     def ticket(self) -> _worker_pb2.KvTicket: ...
     @_builtins.property
@@ -73,10 +75,11 @@ class KvBegin(_message.Message):
         layout: _worker_pb2.KvLayout | None = ...,
         protocol_version: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_fingerprint", b"model_fingerprint", "num_tokens", b"num_tokens", "protocol_version", b"protocol_version", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_fingerprint", b"model_fingerprint", "num_tokens", b"num_tokens", "protocol_version", b"protocol_version", "ticket", b"ticket", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -85,8 +88,9 @@ Global___KvBegin: _TypeAlias = KvBegin  # noqa: Y015
 @_typing.final
 class KvChunk(_message.Message):
     """K and V of one layer for a range of tokens, in the canonical layout
-    [2 (K, V), num_tokens, num_kv_heads, head_dim], C order, little-endian, in the model's KV dtype:
-    independent of either side's blocks.
+    [2 (K, V), num_tokens, num_kv_heads, head_dim], C order, little-endian, in the layout's dtype:
+    independent of either side's blocks. For int8 and float8_e4m3fn the scales
+    [2, num_tokens, num_kv_heads] in float32 follow: a value is its element times its head's scale.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

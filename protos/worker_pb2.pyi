@@ -468,6 +468,7 @@ class WorkerIdentity(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     model_fingerprint: _builtins.str
@@ -479,6 +480,10 @@ class WorkerIdentity(_message.Message):
     pid: _builtins.int
     host: _builtins.str
     protocol_version: _builtins.int
+    weights: _builtins.str
+    """What the matrices are held in: "float32", "int8+float32", "keep+bfloat16", … Workers that
+    differ compute different KV for the same text.
+    """
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -496,10 +501,11 @@ class WorkerIdentity(_message.Message):
         pid: _builtins.int = ...,
         host: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "host", b"host", "kv_layout", b"kv_layout", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "host", b"host", "kv_layout", b"kv_layout", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from legato.worker.byte_size import parse_byte_size
-from legato.worker.config import WorkerConfig
+from legato.worker.config import WEIGHTS, WorkerConfig
 
 EXIT_CANNOT_START = 2
 EXIT_SECOND_SIGNAL = 130
@@ -36,6 +36,8 @@ def main() -> int:
             port=arguments.port,
             device=arguments.device,
             dtype=arguments.dtype,
+            kv_cache=arguments.kv_cache,
+            weights=arguments.weights,
             kv_memory_bytes=parse_byte_size(arguments.kv_memory),
             block_size=arguments.block_size,
             prefill_chunk_tokens=arguments.prefill_chunk_tokens,
@@ -99,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache", default="auto", help="auto, fp8 or int8")
+    parser.add_argument("--weights", default="auto", help=", ".join(WEIGHTS))
     parser.add_argument("--kv-memory", default="1GiB")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--prefill-chunk-tokens", type=int, default=2048)

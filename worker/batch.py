@@ -7,15 +7,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.attention_plan import AttentionPlan
-from legato.worker.forward import ForwardBatch
+from legato.worker.forward import ForwardBatch, new_tensor
 from legato.worker.kv.block_pool import blocks_for
 
 if TYPE_CHECKING:
+    from legato.worker.forward import Empty
     from legato.worker.scheduling.step import Step
+    from legato.worker.sequence import Sequence
+    from legato.worker.unread import UnreadTokens
 
 
-def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBatch:
-    """Packs the parts without padding; asks for logits of the parts that sample."""
+def build_batch(
+    step: Step,
+    block_size: int,
+    device: torch.device,
+    *,
+    unread: UnreadTokens | None = None,
+    empty: Empty = new_tensor,
+) -> ForwardBatch:
+    """Packs the parts without padding; asks for logits of the parts that sample.
+
+    Input tokens that the CPU does not know yet come from `unread`.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -23,12 +36,16 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBat
     context_lens: list[int] = []
     block_tables: list[list[int]] = []
     logit_rows: list[int] = []
+    unread_places: list[tuple[int, Sequence]] = []
     for part in step.parts:
         sequence = part.sequence
         assert sequence.lease is not None, "scheduled without blocks"
         blocks = sequence.lease.blocks
         start, end = sequence.num_computed, sequence.num_computed + part.num_tokens
         token_ids += sequence.token_ids[start:end]
+        if end > len(sequence.token_ids):
+            unread_places.append((len(token_ids), sequence))
+            token_ids.append(0)
         positions += range(start, end)
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
         query_starts.append(len(token_ids))
@@ -40,10 +57,15 @@ def build_batch(step: Step, block_size: int, device: torch.device) -> ForwardBat
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    tokens = tensor(token_ids)
+    if unread_places:
+        assert unread is not None, "a step reads tokens that were never sampled"
+        unread.copy_into(tokens, unread_places)
     return ForwardBatch(
-        token_ids=tensor(token_ids),
+        token_ids=tokens,
         positions=tensor(positions),
         slots=tensor(slots),
         plan=AttentionPlan.build(query_starts, context_lens, block_tables, block_size, device),
         logit_rows=tensor(logit_rows),
+        empty=empty,
     )

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["prefill", "decode"]
+WEIGHTS = (
+    "auto",  # as the checkpoint has them, GGUF's blocks in the dtype
+    "keep",  # GGUF's blocks too
+    "int8",
+    "int4",  # int4-g64
+    "int4-g64",
+    "int4-g128",
+    "int4-g64-sym",
+    "int4-g128-sym",
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,8 @@ class WorkerConfig:
     port: int = 0  # 0: any free one
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, float32, bfloat16, float16; auto is float32 on a CPU
+    kv_cache: str = "auto"  # auto, fp8, int8; auto is the dtype of the weights
+    weights: str = "auto"  # of the matrices: one of WEIGHTS
     kv_memory_bytes: int = 1 << 30
     block_size: int = 16
     prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
@@ -42,3 +54,7 @@ class WorkerConfig:
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"
             )
+        if self.kv_cache not in ("auto", "fp8", "int8"):
+            raise ValueError(f"kv_cache must be auto, fp8 or int8, got {self.kv_cache!r}")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from legato.worker.batch import build_batch
 from legato.worker.mailbox import EngineDiedError, JoinedEvent, Mailbox, TokenEvent
+from legato.worker.model_runner import ModelRunner
 from legato.worker.sampler import SamplingRow
+from legato.worker.unread import UnreadTokens
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from legato.worker.forward import Model
+    from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.cache import KvCache
     from legato.worker.mailbox import EngineEvent
-    from legato.worker.sampler import Sampled
+    from legato.worker.sampler import PendingTokens, Sampled
     from legato.worker.scheduling.step import Scheduler, Step
     from legato.worker.sequence import Sequence
 
-    SampleFunction = Callable[[Tensor, SequenceOf[SamplingRow]], list[Sampled]]
+    SampleFunction = Callable[[Tensor, SequenceOf[SamplingRow]], PendingTokens]
 
 _log = logging.getLogger(__name__)
 # The engine is woken by every command; this only bounds the wait.
@@ -50,6 +52,18 @@ class EngineStats:
 class _StepNow:
     started_at_s: float
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was started; its tokens are still to be read."""
+
+    step: Step
+    sequences: list[Sequence]  # those of the parts that sample
+    sampled: PendingTokens | None  # None: no part samples
+    leases: list[BlockLease]  # pinned until it is finished
+    started_at_s: float
+    model_s: float  # until the logits were there, or were on their way
 
 
 @dataclass(frozen=True)
@@ -79,15 +93,17 @@ class Engine:
         scheduler: Scheduler,
         sample: SampleFunction,
         device: torch.device,
+        max_batch_size: int,
         loop: asyncio.AbstractEventLoop,
         on_failure: Callable[[BaseException], None],
         counts_prompt_tokens: bool,
+        overlap: bool | None = None,
     ) -> None:
-        self._model = model
-        self._cache = cache
+        """`overlap`: start a step before the tokens of the last are read; None: on CUDA."""
+        self._runner = ModelRunner(model, cache, device, max_batch_size)
         self._scheduler = scheduler
         self._sample = sample
-        self._device = device
+        self._overlaps = device.type == "cuda" if overlap is None else overlap
         self._loop = loop
         self._on_failure = on_failure
         self._counts_prompts = counts_prompt_tokens
@@ -100,6 +116,7 @@ class Engine:
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._steps = 0
         self._tokens = 0
+        self._finished_at_s = 0.0
         self._step_now: _StepNow | None = None  # replaced as a whole: a reader sees one step
         # Of the event loop:
         self._open: set[Mailbox] = set()
@@ -175,14 +192,35 @@ class Engine:
     def _main(self) -> None:
         try:
             with torch.inference_mode():
-                while (step := self._next_step()) is not None:
-                    self._run(step)
+                self._loop_over_steps()
         except BaseException as error:  # reported below: nothing is swallowed
             _log.critical("the engine failed", exc_info=error)
             self._call_loop(self.fail, error)
 
-    def _next_step(self) -> Step | None:
-        """Applies commands and schedules; waits while nothing can run. None: time to end."""
+    def _loop_over_steps(self) -> None:
+        """Where steps overlap, the next one is scheduled and started before the tokens of the one
+        under way are read; a sequence that turns out to have ended wastes its row of one step.
+        """
+        flight: _InFlight | None = None
+        while True:
+            if flight is not None and any(s.params.reads_output for s in flight.sequences):
+                self._finish(flight)
+                flight = None
+            step = self._next_step(wait=flight is None)
+            if step is None and flight is None:
+                return
+            launched = None if step is None else self._launch(step, flight)
+            if flight is not None:
+                self._finish(flight)
+            if launched is not None and not self._overlaps:
+                self._finish(launched)
+                launched = None
+            if launched is None:
+                self._step_now = None
+            flight = launched
+
+    def _next_step(self, *, wait: bool) -> Step | None:
+        """Applies commands and schedules. None: nothing can run, or with `wait`: time to end."""
         with self._changed:
             while not self._stopping:
                 commands, self._commands = self._commands, []
@@ -190,7 +228,7 @@ class Engine:
                     self._apply(command)
                 step = self._scheduler.schedule()
                 self._note_stats()
-                if step is not None:
+                if step is not None or not wait:
                     return step
                 self._changed.wait_for(lambda: self._commands or self._stopping, _IDLE_WAIT_S)
             return None
@@ -206,33 +244,60 @@ class Engine:
         if sequence.lease is not None:
             sequence.lease.release()
 
-    def _run(self, step: Step) -> None:
+    def _launch(self, step: Step, before: _InFlight | None) -> _InFlight:
+        """Starts a step. On a device this returns while the device computes."""
         started_at_s = time.perf_counter()
         self._step_now = _StepNow(started_at_s, step.num_tokens)
         for sequence in step.joined:
             sequence.first_step_at_s = started_at_s
         if step.joined:
             self._publish([(s, JoinedEvent()) for s in step.joined])
-
-        batch = build_batch(step, self._cache.shape.block_size, self._device)
-        logits = self._model.forward(batch, self._cache)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        model_s = time.perf_counter() - started_at_s
-        sampling = [part.sequence for part in step.parts if part.samples]
-        sampled = self._sample(logits, [_row(s) for s in sampling]) if sampling else []
-        assert len(sampled) == len(sampling), "the sampler lost a row"
-
-        self._scheduler.commit(step)
+        leases = []
         for part in step.parts:
+            lease = part.sequence.lease
+            assert lease is not None, "scheduled without blocks"
+            lease.acquire_again()  # the device writes there, whatever becomes of the sequence
+            leases.append(lease)
+
+        unread = None
+        if before is not None and before.sampled is not None:
+            unread = UnreadTokens(before.sequences, before.sampled.token_ids)
+        logits = self._runner.forward(step, unread)
+        model_s = time.perf_counter() - started_at_s
+        sequences = [part.sequence for part in step.parts if part.samples]
+        sampled = self._sample(logits, [_row(s) for s in sequences]) if sequences else None
+        self._scheduler.commit(step)
+        for sequence in sequences:
+            sequence.num_unread += 1
+        return _InFlight(step, sequences, sampled, leases, started_at_s, model_s)
+
+    def _finish(self, flight: _InFlight) -> None:
+        """Waits for a step's tokens and hands them out."""
+        tokens = flight.sampled.collect() if flight.sampled is not None else []
+        assert len(tokens) == len(flight.sequences), "the sampler lost a row"
+        model_s = flight.model_s
+        if self._overlaps:
+            if flight.sampled is None:  # nothing was read, so nothing was waited for
+                self._runner.wait()
+            # Steps follow each other without a gap: this one had the device since the last.
+            now_s = time.perf_counter()
+            model_s = now_s - max(flight.started_at_s, self._finished_at_s)
+            self._finished_at_s = now_s
+        for lease in flight.leases:
+            lease.drop()
+        for part in flight.step.parts:
             part.sequence.num_forwards += 1
             part.sequence.model_s += model_s
-        events = [(s, self._append(s, token)) for s, token in zip(sampling, sampled, strict=True)]
+        events = []
+        for sequence, token in zip(flight.sequences, tokens, strict=True):
+            sequence.num_unread -= 1
+            # One that ended, or was released, while this step was under way has no use for it.
+            if sequence in self._mailboxes and sequence.finish_reason is None:
+                events.append((sequence, self._append(sequence, token)))
         self._steps += 1
-        self._tokens += step.num_tokens
+        self._tokens += flight.step.num_tokens
         with self._changed:
             self._note_stats()
-        self._step_now = None
         self._publish(events)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
@@ -283,4 +348,5 @@ def _row(sequence: Sequence) -> SamplingRow:
         prompt_token_ids=sequence.prompt_token_ids,
         output_token_ids=sequence.output_token_ids,
         banned_token_ids=sequence.banned_token_ids,
+        num_unread=sequence.num_unread,
     )

@@ -5,12 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from legato.kernels.attention_plan import AttentionPlan
     from legato.worker.kv.cache import KvCache
     from legato.worker.models.config import ModelConfig
+
+
+class Empty(Protocol):
+    """Gives uninitialised contiguous memory."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of that shape."""
+        ...
+
+
+def new_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """From torch."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -27,12 +42,15 @@ class ForwardBatch:
     slots: Tensor  # [T] int64, block id * block size + offset, where K and V of each token go
     plan: AttentionPlan
     logit_rows: Tensor  # [R] int64, indices into T of the tokens whose logits are wanted
+    empty: Empty = new_tensor  # where intermediate results and the logits go
 
 
 class Model(Protocol):
     """A causal language model with its weights, on one device."""
 
     config: ModelConfig
+    # Whether a forward pass consists of C kernels alone and may be recorded.
+    recordable: bool
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""

@@ -24,7 +24,9 @@ class Identity:
     worker_id: str  # unique for ever: a restarted worker has another one
     role: Role
     model_fingerprint: str
+    weights: str  # what the matrices are held in: see `MatrixForm.name`
     model: ModelConfig
+    dtype: torch.dtype  # of the weights; the KV's is in `kv_shape`
     context_length: int
     kv_shape: KvShape
     total_blocks: int
@@ -40,7 +42,7 @@ class Identity:
         )
 
     def mismatch(
-        self, fingerprint: str, layout: worker_pb2.KvLayout, protocol_version: int
+        self, fingerprint: str, weights: str, layout: worker_pb2.KvLayout, protocol_version: int
     ) -> str | None:
         """One sentence naming the first field in which a sender's KV does not fit, or None.
 
@@ -50,6 +52,7 @@ class Identity:
         pairs = [
             ("protocol_version", protocol_version, PROTOCOL_VERSION),
             ("model_fingerprint", fingerprint, self.model_fingerprint),
+            ("weights", weights, self.weights),
             *(
                 (f"layout.{name}", getattr(layout, name), getattr(own, name))
                 for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")

@@ -28,6 +28,7 @@ class LoadedModel:
 
     model: Model
     fingerprint: str  # of the files; lowering the context length does not change it
+    weights: str  # see `MatrixForm.name`
     dtype: torch.dtype
     device: torch.device
     source: Path
@@ -59,9 +60,11 @@ def load_model(
     dtype = choose_dtype(config.dtype, device, checkpoint.native_dtype)
     # Here, so that a wrong model or setting is refused before the kernels are imported.
     from legato.worker.models.build import build_model
+    from legato.worker.weights.matrix_form import MatrixForm
 
-    model = build_model(checkpoint, device, dtype, on_progress)  # finishes the checkpoint
-    return LoadedModel(model, checkpoint.fingerprint, dtype, device, source)
+    form = MatrixForm(config.weights, checkpoint)
+    model = build_model(checkpoint, device, dtype, on_progress, form)  # finishes the checkpoint
+    return LoadedModel(model, checkpoint.fingerprint, form.name(dtype), dtype, device, source)
 
 
 def choose_device(name: str) -> torch.device:

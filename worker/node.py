@@ -18,7 +18,7 @@ from legato.worker.handoff.tickets import TicketBook
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.kv.cache import KvCache, KvShape, choose_kv_dtype
 from legato.worker.kv.pager import KvPager
 from legato.worker.load import worker_load
 from legato.worker.scheduling.decode import DecodeScheduler
@@ -78,7 +78,7 @@ class WorkerNode:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             block_size=config.block_size,
-            dtype=loaded.dtype,
+            dtype=choose_kv_dtype(config.kv_cache, loaded.dtype),
         )
         num_blocks = shape.num_blocks(config.kv_memory_bytes)
         if num_blocks < 1:
@@ -105,7 +105,9 @@ class WorkerNode:
                 worker_id=f"{config.role}-{uuid.uuid4().hex}",
                 role=config.role,
                 model_fingerprint=loaded.fingerprint,
+                weights=loaded.weights,
                 model=model,
+                dtype=loaded.dtype,
                 context_length=_context_length(config, model.context_length),
                 kv_shape=shape,
                 total_blocks=num_blocks,
@@ -119,6 +121,7 @@ class WorkerNode:
                 scheduler=scheduler,
                 sample=sample,
                 device=loaded.device,
+                max_batch_size=config.max_batch_size,
                 loop=loop,
                 on_failure=on_failure,
                 counts_prompt_tokens=config.role == "prefill",

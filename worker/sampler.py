@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -27,8 +27,14 @@ class SamplingRow:
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # emitted so far; the next token's index is its length
+    output_token_ids: Sequence[int]  # emitted so far, as far as they are known
     banned_token_ids: frozenset[int]  # EOS and stop tokens while min_tokens is not reached
+    num_unread: int = 0  # sampled tokens whose values have not come back from the device
+
+    @property
+    def index(self) -> int:
+        """The next token's place in the answer."""
+        return len(self.output_token_ids) + self.num_unread
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,30 @@ class Sampled:
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
 
 
-@torch.inference_mode()
+class PendingTokens(Protocol):
+    """Sampled tokens, on a device that may not have computed them yet."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[R] int64 on the device; -1 where a row is broken."""
+        ...
+
+    def collect(self) -> list[Sampled]:
+        """Waits for them.
+
+        Raises:
+            FloatingPointError: a row holds NaN, or no finite maximum; names the rows.
+        """
+        ...
+
+
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """`launch_sample`, and at once the tokens."""
+    return launch_sample(logits, rows).collect()
+
+
+@torch.inference_mode()
+def launch_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
     """Chooses one token a row.
 
     A row is worked on in this order: bias, repetition penalty, presence and frequency penalties,
@@ -51,16 +79,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     on at once; a row's result has the same bits in any company.
 
     Args:
-        logits: [R, vocab_size] fp32; left as they are.
+        logits: [R, vocab_size] fp32; left as they are, and free when this returns.
         rows: R of them.
-
-    Raises:
-        FloatingPointError: a row holds NaN, or no finite maximum; names the rows.
     """
     if logits.shape[0] != len(rows):
         raise ValueError(f"logits have {logits.shape[0]} rows for {len(rows)} requests")
-    if not rows:
-        return []
     changes = {r: change for r, row in enumerate(rows) if (change := _changes(row)) is not None}
     if all(row.params.greedy for row in rows) and not changes:
         tokens = argmax(logits)
@@ -72,19 +95,76 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         tokens = choose(changed, _choices(rows, logits.device))
         if changes:  # a ban may have hidden what is broken
             tokens = tokens.where(argmax(logits) >= 0, -1)
-    asked = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    token_ids: list[int] = tokens.tolist()
-    broken = [r for r, token_id in enumerate(token_ids) if token_id < 0]
-    if broken:
-        raise FloatingPointError(f"logits of rows {broken} have no finite maximum")
-    sampled = [Sampled(token_id, None, ()) for token_id in token_ids]
-    if asked:
-        _attach_logprobs(sampled, logits, tokens, rows, asked)
-    return sampled
+    return _Launched(tokens, _Logprobs.of(logits, tokens, rows))
+
+
+class _Launched:
+    """Tokens that are on their way to the CPU, where they are not there already.
+
+    Waiting for them must not mean waiting for the step that was queued behind them: they are
+    copied to pinned memory, and an event tells when.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: _Logprobs | None) -> None:
+        self.token_ids = tokens
+        self._logprobs = logprobs
+        tensors = [tokens, *(() if logprobs is None else logprobs.tensors)]
+        self._event: torch.cuda.Event | None = None
+        self._copies = tensors
+        if tokens.is_cuda:
+            self._copies = [
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in tensors
+            ]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type
+            self._event.record()
+
+    def collect(self) -> list[Sampled]:
+        """See `PendingTokens`."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = [copy.tolist() for copy in self._copies]
+        token_ids: list[int] = values[0]
+        broken = [r for r, token_id in enumerate(token_ids) if token_id < 0]
+        if broken:
+            raise FloatingPointError(f"logits of rows {broken} have no finite maximum")
+        sampled = [Sampled(token_id, None, ()) for token_id in token_ids]
+        if self._logprobs is not None:
+            own, best, ids = values[1:]
+            for i, (r, count) in enumerate(self._logprobs.rows):
+                top = tuple(zip(ids[i][:count], best[i][:count], strict=True))
+                sampled[r] = Sampled(token_ids[r], own[i], top)
+        return sampled
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    """Of the rows that asked for them, from the model's own logits."""
+
+    rows: list[tuple[int, int]]  # (row, how many of the best)
+    tensors: tuple[Tensor, Tensor, Tensor]  # as `kernels.logprobs` returns them, a line a row
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> _Logprobs | None:
+        """None where no row asked."""
+        asked = [
+            (r, row.params.logprobs)
+            for r, row in enumerate(rows)
+            if row.params.logprobs is not None
+        ]
+        if not asked:
+            return None
+        if len(asked) < len(rows):
+            places = [r for r, _ in asked]
+            logits = _rows(logits, places)
+            tokens = tokens[torch.tensor(places, device=logits.device)]
+        best = max(count for _, count in asked)
+        # A broken row is reported by `collect`; here its -1 must only not be an index.
+        return cls(asked, logprobs(logits, tokens.clamp(min=0), best))
 
 
 def _choices(rows: Sequence[SamplingRow], device: torch.device) -> Choices:
-    settings = [(row.params, len(row.output_token_ids)) for row in rows]
+    settings = [(row.params, row.index) for row in rows]
     reals = [(0.0 if p.greedy else p.temperature, p.top_p, p.min_p) for p, _ in settings]
     integers = [(p.top_k, signed_seed(p.seed), index) for p, index in settings]
     return Choices(
@@ -111,24 +191,6 @@ def _changes(row: SamplingRow) -> RowChanges | None:
         frequency=params.frequency_penalty,
         banned_ids=row.banned_token_ids,
     )
-
-
-def _attach_logprobs(
-    sampled: list[Sampled],
-    logits: Tensor,
-    tokens: Tensor,
-    rows: Sequence[SamplingRow],
-    asked: Sequence[int],
-) -> None:
-    """Replaces the rows that asked, with logprobs from the model's own logits."""
-    counts = [rows[r].params.logprobs or 0 for r in asked]
-    if len(asked) < len(rows):
-        logits = _rows(logits, asked)
-        tokens = tokens[torch.tensor(asked, device=logits.device)]
-    own, values, ids = (t.tolist() for t in logprobs(logits, tokens, max(counts)))
-    for i, (r, count) in enumerate(zip(asked, counts, strict=True)):
-        top = tuple(zip(ids[i][:count], values[i][:count], strict=True))
-        sampled[r] = Sampled(sampled[r].token_id, own[i], top)
 
 
 def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:

@@ -37,6 +37,15 @@ class SamplingParams:
         """True where the most likely token is taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def reads_output(self) -> bool:
+        """True where the choice depends on which tokens were emitted before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
         """Reads a complete message; raises ValueError naming a field that is not set."""

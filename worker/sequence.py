@@ -40,6 +40,7 @@ class Sequence:
 
     `token_ids` is the prompt and every token emitted so far. KV exists for the first
     `num_computed` of them; the last emitted token has none until a decode step processes it.
+    A device may have sampled `num_unread` more, whose values have not come back yet.
     """
 
     token_ids: list[int]
@@ -47,6 +48,8 @@ class Sequence:
     params: SamplingParams
     eos_token_ids: frozenset[int]
     num_computed: int = 0
+    num_unread: int = 0  # 0 or 1
+    finish_reason: FinishReason | None = None
     lease: BlockLease | None = None
     state: SequenceState = SequenceState.WAITING
     num_forwards: int = 0
@@ -67,13 +70,28 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Emitted so far; also the index in the answer of the next token."""
+        """Emitted so far."""
         return len(self.output_token_ids)
+
+    @property
+    def next_index(self) -> int:
+        """The place in the answer of the next token to sample."""
+        return len(self.output_token_ids) + self.num_unread
+
+    @property
+    def num_known_or_unread(self) -> int:
+        """Tokens that a step can take as input, read back or not."""
+        return len(self.token_ids) + self.num_unread
+
+    @property
+    def ends_unread(self) -> bool:
+        """True where the token that has not come back is the last one in any case."""
+        return self.num_unread > 0 and self.next_index >= self.params.max_tokens
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """What the next token must not be."""
-        if self.num_output_tokens < self.params.min_tokens:
+        if self.next_index < self.params.min_tokens:
             return self.end_token_ids
         return frozenset()
 
@@ -93,7 +111,7 @@ class Sequence:
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
         if token_id in self.end_token_ids and index >= self.params.min_tokens:
-            return FinishReason.STOP
-        if index + 1 >= self.params.max_tokens:
-            return FinishReason.LENGTH
-        return None
+            self.finish_reason = FinishReason.STOP
+        elif index + 1 >= self.params.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason

@@ -12,12 +12,13 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.lifecycle import Lifecycle, Phase
 from legato.worker.loading import load_model
 from legato.worker.node import WorkerNode
-from legato.worker.sampler import sample as sample_tokens
+from legato.worker.sampler import launch_sample
 from legato.worker.watchdog import watch
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class WorkerServer:
         loaded: LoadedModel | None = None,
         *,
         on_progress: Callable[[int, int], None] | None = None,
-        sample: SampleFunction = sample_tokens,
+        sample: SampleFunction = launch_sample,
         exit_process: Callable[[], None] = _exit_process,
         step_timeout_s: float = 10.0,
     ) -> None:
@@ -111,6 +112,11 @@ class WorkerServer:
         loaded = self._loaded
         if loaded is None:
             loaded = await asyncio.to_thread(load_model, self._config, self._on_progress)
+        if loaded.device.type == "cpu" and not native.available():
+            _log.warning(
+                "the CPU kernels were not compiled for this machine: tokens take several times "
+                "longer; install a C compiler and install legato again"
+            )
         node = WorkerNode.build(
             self._config,
             loaded,

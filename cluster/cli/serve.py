@@ -10,7 +10,7 @@ import typer
 
 from legato.cluster.cli.connection import DEFAULT_PORT
 from legato.cluster.cli.progress import TerminalProgress
-from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
+from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,20 @@ def serve(
         str, typer.Option(help="auto, cpu or cuda; auto is cuda where Ray has GPUs.")
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            help="auto, fp8 or int8: 8 bits an element of K and V, for up to twice or four times "
+            "the tokens; auto is the weights' dtype."
+        ),
+    ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Of the matrices: auto, keep (GGUF's blocks as they are), int8, int4, "
+            "or int4-g64, -g128, -g64-sym, -g128-sym."
+        ),
+    ] = "auto",
     kv_memory: Annotated[str, typer.Option(help="KV cache of each worker.")] = "1GiB",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     context_length: Annotated[
@@ -103,6 +117,14 @@ def serve(
         raise typer.BadParameter(
             f"must be auto, float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype"
         )
+    if kv_cache not in ("auto", "fp8", "int8"):
+        raise typer.BadParameter(
+            f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
+        )
+    if weights not in WEIGHTS:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(WEIGHTS)}, got {weights!r}", param_hint="--weights"
+        )
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
         raise typer.BadParameter(
             f"must be auto, cpu or cuda, got {device!r}", param_hint="--device"
@@ -124,6 +146,8 @@ def serve(
         engine=EngineOptions(
             device=device,
             dtype=dtype,
+            kv_cache=kv_cache,
+            weights=weights,
             kv_memory_bytes=kv_memory_bytes,
             block_size=block_size,
             prefill_chunk_tokens=prefill_chunk_tokens,

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from legato.cluster.text.gguf_metadata import read_gguf_metadata
+from legato.cluster.text.sentencepiece_bpe import CONTROL, UNKNOWN, USER_DEFINED, sentencepiece_bpe
 from legato.cluster.text.text_parts import TextParts
+from legato.cluster.text.word_split import WORD_SPLITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from legato.cluster.text.gguf_metadata import GgufValue
 
 Scalar = TypeVar("Scalar", str, int, bool)
-
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
-# Llama 3's and Qwen 2's split differ in how many digits stay together.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 # Control tokens that end an answer though the file names only one id. A .gguf has no
 # generation_config.json; for Llama 3 and Qwen 2 this gives the ids that theirs list.
@@ -36,38 +29,10 @@ END_TOKENS = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<eos>",
 )
-
-
-def _gpt2_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
-def _words_split(digits: str) -> pre_tokenizers.PreTokenizer:
-    pattern = Regex(_WORDS.format(digits=digits))
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-# tokenizer.ggml.pre to how text is split into words before BPE.
-_SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2_split,
-    "gpt-2": _gpt2_split,
-    "smollm": _smollm_split,
-    "llama-bpe": lambda: _words_split(r"\p{N}{1,3}"),
-    "qwen2": lambda: _words_split(r"\p{N}"),
-}
-_PREFERS_WHOLE_WORDS = ("llama-bpe",)  # a word that is in the vocabulary is not merged up
-_NFC = ("qwen2",)  # as its tokenizer.json; llama.cpp leaves it out
-_BOS_BY_DEFAULT = ("llama-bpe",)
+# What SentencePiece would do to text before it merges, and we do not.
+_UNSUPPORTED = ("remove_extra_whitespaces", "precompiled_charsmap")
 
 
 def load_gguf_text(path: Path) -> TextParts:
@@ -87,16 +52,22 @@ def load_gguf_text(path: Path) -> TextParts:
 
 
 def _build(name: str, metadata: Mapping[str, GgufValue]) -> TextParts:
-    kind = _require(metadata, "tokenizer.ggml.model", str)
-    if kind != "gpt2":
-        raise ValueError(
-            f"tokenizer.ggml.model is {kind!r}; only 'gpt2' (byte-level BPE) is supported in .gguf"
-            " files: serve the model's Hugging Face folder instead"
-        )
-    pre = _pre_tokenizer_name(metadata)
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     types = _token_types(metadata, len(tokens))
-    tokenizer = _tokenizer(pre, tokens, types, _strings(metadata, "tokenizer.ggml.merges"))
+    kind = _require(metadata, "tokenizer.ggml.model", str)
+    if kind == "gpt2":
+        pre = _pre_tokenizer_name(metadata)
+        tokenizer = _byte_level(pre, tokens, types, _strings(metadata, "tokenizer.ggml.merges"))
+        bos_by_default = WORD_SPLITS[pre].bos_by_default
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata, tokens, types)
+        bos_by_default = True
+    else:
+        raise ValueError(
+            f"tokenizer.ggml.model is {kind!r}; 'gpt2' (byte-level BPE) and 'llama'"
+            " (SentencePiece's BPE) are supported in .gguf files: serve the model's Hugging Face"
+            " folder instead"
+        )
     ids = {
         short: _token_id(metadata, f"tokenizer.ggml.{long}_token_id", len(tokens))
         for short, long in (
@@ -108,10 +79,10 @@ def _build(name: str, metadata: Mapping[str, GgufValue]) -> TextParts:
             ("pad", "padding"),
         )
     }
-    special = {index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)}
+    special = {index for index, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)}
     add_bos = _optional(metadata, "tokenizer.ggml.add_bos_token", bool)
     if add_bos is None:
-        add_bos = pre in _BOS_BY_DEFAULT
+        add_bos = bos_by_default
     if add_bos and ids["bos"] is None:
         raise ValueError("a BOS token is wanted, but tokenizer.ggml.bos_token_id is missing")
     named_ends = [tokens.index(text) for text in END_TOKENS if text in tokens]
@@ -133,7 +104,28 @@ def _build(name: str, metadata: Mapping[str, GgufValue]) -> TextParts:
     )
 
 
-def _tokenizer(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Tokenizer:
+def _sentencepiece(
+    metadata: Mapping[str, GgufValue], tokens: list[str], types: list[int]
+) -> Tokenizer:
+    values = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
+        raise ValueError("tokenizer.ggml.scores is missing or no list of numbers")
+    scores = [float(value) for value in values if isinstance(value, (int, float))]
+    if len(scores) != len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
+        )
+    for key in _UNSUPPORTED:
+        if metadata.get(f"tokenizer.ggml.{key}"):
+            raise ValueError(f"tokenizer.ggml.{key} is set, which is not supported")
+    prefix = _optional(metadata, "tokenizer.ggml.add_space_prefix", bool)
+    return sentencepiece_bpe(
+        tokens, scores, types, add_space_prefix=True if prefix is None else prefix
+    )
+
+
+def _byte_level(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Tokenizer:
+    split = WORD_SPLITS[pre]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
@@ -145,22 +137,20 @@ def _tokenizer(pre: str, tokens: list[str], types: list[int], merges: list[str])
             raise ValueError(f"tokenizer.ggml.merges has {merge!r}, which is not a pair")
         pairs.append((left, right))
     try:
-        model = models.BPE(
-            vocab=vocabulary, merges=pairs, ignore_merges=pre in _PREFERS_WHOLE_WORDS
-        )
+        model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split.prefers_whole_words)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"tokenizer.ggml.merges does not fit the tokens: {error}") from error
     tokenizer = Tokenizer(model)
-    if pre in _NFC:
+    if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _SPLITS[pre]()
+    tokenizer.pre_tokenizer = split.make()
     tokenizer.decoder = decoders.ByteLevel()
     # Added tokens that the vocabulary has already keep their ids.
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
             for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
+            if kind in (CONTROL, UNKNOWN, USER_DEFINED)
         ]
     )
     return tokenizer
@@ -172,9 +162,9 @@ def _pre_tokenizer_name(metadata: Mapping[str, GgufValue]) -> str:
         if metadata.get("general.architecture") == "gpt2":
             return "gpt-2"
         raise ValueError("tokenizer.ggml.pre is missing: the file does not say how text is split")
-    if pre not in _SPLITS:
+    if pre not in WORD_SPLITS:
         raise ValueError(
-            f"tokenizer.ggml.pre {pre!r} is not supported; {', '.join(sorted(_SPLITS))} are"
+            f"tokenizer.ggml.pre {pre!r} is not supported; {', '.join(sorted(WORD_SPLITS))} are"
         )
     return pre
 

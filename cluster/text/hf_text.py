@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from legato.cluster.text.hf_class import apply_class, class_names, tokenizer_class
 from legato.cluster.text.text_parts import TextParts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_NAMED = (
+    *("bos_token", "eos_token", "unk_token", "pad_token"),
+    *("sep_token", "cls_token", "mask_token"),
+)
 
 
 def load_hf_text(folder: Path) -> TextParts:
     """Reads a folder's tokenizer.json and the small JSON files beside it.
 
-    BOS is automatic where tokenizer_config.json's `add_bos_token` says so or, without that key,
-    where tokenizer.json's post-processor puts it. The ids that end an answer are those of
+    Ids and texts are those of transformers 5; `hf_class` has what a folder's tokenizer class
+    changes. One thing differs: transformers does not read `add_bos_token` beside a tokenizer.json.
+    Here BOS is automatic where tokenizer_config.json's `add_bos_token` says so or, without that
+    key, where tokenizer.json's post-processor puts it. The ids that end an answer are those of
     generation_config.json, else the tokenizer's EOS, else config.json's.
 
     Raises:
@@ -27,8 +33,20 @@ def load_hf_text(folder: Path) -> TextParts:
     """
     tokenizer = _load_tokenizer(folder)
     config = _read_object(folder / "tokenizer_config.json")
-    names = _special_names(folder, config)
-    special_ids = _add_config_tokens(folder, tokenizer, config, names)
+    chosen = tokenizer_class(
+        config,
+        _read_object(folder / "config.json"),
+        byte_level=b'"ByteLevel"' in (folder / "tokenizer.json").read_bytes(),
+    )
+    names, others = _special_names(folder, config)
+    for key, text in class_names(chosen).items():
+        if key not in config and key not in names and tokenizer.token_to_id(text) is not None:
+            names[key] = text
+    try:
+        apply_class(chosen, tokenizer, config, names)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: {error}") from error
+    special_ids = _add_config_tokens(folder, tokenizer, config, [*names.values(), *others])
     ids = {key: _named_id(folder, tokenizer, key, text) for key, text in names.items()}
     bos_id = ids.get("bos_token")
     template, no_template_reason = _chat_template(folder, config)
@@ -77,25 +95,43 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_names(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Texts of the named special tokens; tokenizer_config.json wins over the older map."""
-    older = _read_object(folder / "special_tokens_map.json")
-    names: dict[str, str] = {}
-    for key in _NAMED:
-        for source in (config, older):
-            value = source.get(key)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str):
-                names[key] = value
-                break
-            if value is not None:
-                raise ValueError(f"{folder}: {key} is {value!r:.80}, not a string")
-    return names
+def _special_names(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Texts of the special tokens that have a name, which templates may use, and of the others.
+
+    The older special_tokens_map.json counts only beside a config without added_tokens_decoder.
+    """
+    older = (
+        {}
+        if config.get("added_tokens_decoder")
+        else _read_object(folder / "special_tokens_map.json")
+    )
+    both = config | {key: value for key, value in older.items() if value is not None}
+    extra = both.get("extra_special_tokens") or both.get("additional_special_tokens") or []
+    named = {key: value for key, value in both.items() if _is_name(key, value)}
+    if isinstance(extra, dict):
+        named |= extra
+        extra = []
+    if not isinstance(extra, list):
+        raise ValueError(f"{folder}: extra_special_tokens is {extra!r:.80}, not a list or object")
+    names = {key: _token_text(folder, key, value) for key, value in named.items()}
+    return names, [_token_text(folder, "extra_special_tokens", value) for value in extra]
+
+
+def _is_name(key: str, value: object) -> bool:
+    if key in _NAMED:
+        return value is not None
+    return key.endswith("_token") and isinstance(value, (str, dict))
+
+
+def _token_text(folder: Path, key: str, value: object) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise ValueError(f"{folder}: {key} is {text!r:.80}, not a string")
+    return text
 
 
 def _add_config_tokens(
-    folder: Path, tokenizer: Tokenizer, config: dict[str, Any], names: dict[str, str]
+    folder: Path, tokenizer: Tokenizer, config: dict[str, Any], special_texts: list[str]
 ) -> frozenset[int]:
     """Adds what only tokenizer_config.json lists; returns the ids of all control tokens."""
     path = folder / "tokenizer_config.json"
@@ -118,7 +154,7 @@ def _add_config_tokens(
                 single_word=bool(entry.get("single_word", False)),
                 lstrip=bool(entry.get("lstrip", False)),
                 rstrip=bool(entry.get("rstrip", False)),
-                normalized=bool(entry.get("normalized", False)),
+                normalized=bool(entry.get("normalized", not is_special)),
                 special=is_special,
             )
             (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
@@ -130,7 +166,7 @@ def _add_config_tokens(
         if is_special:
             special.add(index)
     # A token with such a name is control whatever its entry says, as in transformers.
-    for text in names.values():
+    for text in special_texts:
         index_or_none = tokenizer.token_to_id(text)
         if index_or_none is not None and index_or_none not in special:
             tokenizer.add_special_tokens([text])

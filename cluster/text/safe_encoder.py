@@ -6,17 +6,16 @@ import re
 import secrets
 from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken
 
 from legato.cluster.errors import invalid
-from legato.cluster.text.token_table import BYTE_ALPHABET
+from legato.cluster.text.lost_text import LostText
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tokenizers import Tokenizer
 
-_UTF8_BYTES = frozenset(range(0xF5)) - {0xC0, 0xC1}  # no text has the others
 # Private-use characters: none has a meaning that a prompt could need.
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -33,7 +32,7 @@ class SafeEncoder:
 
     def __init__(self, tokenizer: Tokenizer, special_ids: Iterable[int], last_id: int) -> None:
         self._tokenizer = tokenizer
-        self._lost_bytes = _lost_bytes(tokenizer)
+        self._lost = LostText(tokenizer)
         nonce = secrets.token_hex(16)
         flags = tokenizer.get_added_tokens_decoder()
         tokens = {
@@ -76,12 +75,12 @@ class SafeEncoder:
 
     def encode(self, text: str, *, parse_special_tokens: bool) -> list[int]:
         """Raw text; its control strings are genuine only if told so."""
-        self._check_bytes(text)
+        self._lost.check(text)
         return self._encode(self._arm(text) if parse_special_tokens else text)
 
     def encode_rendered(self, text: str, marker: str) -> list[int]:
         """A rendered template: control strings are genuine unless `disarm` marked them."""
-        self._check_bytes(text.replace(marker, ""))
+        self._lost.check(text.replace(marker, ""))
         return self._encode(self._arm(text, marker).replace(marker, ""))
 
     def marker_for(self, texts: Iterable[str]) -> str:
@@ -147,23 +146,11 @@ class SafeEncoder:
             last = found.start() + 1
         return "".join([*pieces, text[last:]])
 
-    def _check_bytes(self, text: str) -> None:
-        """BPE drops what it has no token for; a prompt with a hole is not what was asked."""
-        if not self._lost_bytes:
-            return
-        data = text.encode("utf-8", errors="surrogatepass")
-        if len(data.translate(None, self._lost_bytes)) == len(data):
-            return
-        for index, char in enumerate(text):
-            if any(byte in self._lost_bytes for byte in char.encode("utf-8", "surrogatepass")):
-                raise invalid(
-                    f"the prompt has U+{ord(char):04X} at character {index}, limit characters that"
-                    " the model's tokens can spell"
-                )
-
     def _is_plain(self, text: str, tokens: dict[int, AddedToken]) -> bool:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return tokens.keys().isdisjoint(ids)
+        ids = set(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # The unknown token controls nothing: any character that has no token gives it.
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        return tokens.keys().isdisjoint(ids - {self._tokenizer.token_to_id(unknown or "")})
 
     def _fill_gaps(self, nonce: str, last_id: int) -> None:
         """Vocabularies with holes: aliases must not get an id that is in use behind a hole."""
@@ -174,26 +161,6 @@ class SafeEncoder:
             self._tokenizer.add_tokens([AddedToken(f"<|{nonce}-fill-{filler}|>", normalized=False)])
             if self._tokenizer.get_vocab_size() == before:
                 raise ValueError(f"tokenizer.json: ids up to {last_id} for {before} tokens")
-
-
-def _lost_bytes(tokenizer: Tokenizer) -> bytes:
-    """Bytes of UTF-8 that the tokenizer would leave out without a word.
-
-    Byte-level BPE has a token for each byte, but training keeps only those it saw: SmolLM's
-    lacks several control characters.
-    """
-    model = tokenizer.model
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel) or not isinstance(model, models.BPE):
-        return b""
-    if model.unk_token is not None:
-        return b""
-    in_added = "".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
-    kept = set(in_added.encode())
-    return bytes(
-        byte
-        for char, byte in BYTE_ALPHABET.items()
-        if model.token_to_id(char) is None and byte not in kept and byte in _UTF8_BYTES
-    )
 
 
 def _any_of(

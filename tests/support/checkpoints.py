@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from legato.worker.weights.llama_tensors import llama_tensors
+from legato.worker.weights.tensor_table import model_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ def read_all(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> dict
     """Every tensor that the config asks for; nothing may be left over."""
     tensors = {
         name: checkpoint.tensor(name, shape, dtype)
-        for name, shape in llama_tensors(checkpoint.config)
+        for name, shape in model_tensors(checkpoint.config)
     }
     checkpoint.finish()
     return tensors

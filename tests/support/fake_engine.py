@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,13 +39,15 @@ def fake_config(
         head_dim=head_dim,
         vocab_size=VOCAB_SIZE,
         context_length=context_length,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         tie_word_embeddings=True,
     )
 
 
 class FakeModel:
     """Writes rows made of (token, position, layer), and hashes all rows of the context."""
+
+    recordable = False
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -109,7 +112,21 @@ class FakeModel:
         return logits
 
 
-def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+@dataclass(frozen=True)
+class ReadTokens:
+    """Tokens that are on the CPU already."""
+
+    sampled: list[Sampled]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return torch.tensor([s.token_id for s in self.sampled])
+
+    def collect(self) -> list[Sampled]:
+        return self.sampled
+
+
+def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
     """Greedy; a banned token gives way to the next id that is not."""
     sampled = []
     for row_logits, row in zip(logits, rows, strict=True):
@@ -118,13 +135,16 @@ def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
             token_id = (token_id + 1) % VOCAB_SIZE
         top = ((token_id, -0.5),) if row.params.logprobs else ()
         sampled.append(Sampled(token_id, None if row.params.logprobs is None else -0.5, top))
-    return sampled
+    return ReadTokens(sampled)
 
 
-def fake_loaded(config: ModelConfig | None = None, fingerprint: str = "fake") -> LoadedModel:
+def fake_loaded(
+    config: ModelConfig | None = None, fingerprint: str = "fake", weights: str = "float32"
+) -> LoadedModel:
     return LoadedModel(
         FakeModel(config or fake_config()),
         fingerprint,
+        weights,
         torch.float32,
         torch.device("cpu"),
         Path("fake"),

@@ -79,6 +79,7 @@ class FakeWorker(
         self.prefill_s, self.handoff_s, self.step_s = prefill_s, handoff_s, step_s
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
+        self.weights = "float32"
         self.protocol_version = 1
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
@@ -264,6 +265,7 @@ class FakeWorker(
             worker_id=self.worker_id,
             role=ROLE_NUMBERS[self.role],
             model_fingerprint=self.fingerprint,
+            weights=self.weights,
             dtype=self.dtype,
             kv_layout=worker_pb2.KvLayout(
                 num_layers=2,

@@ -81,6 +81,25 @@ def sentencepiece_bpe() -> Tokenizer:
     return tokenizer
 
 
+def metaspace_bpe() -> Tokenizer:
+    """Llama 2's and TinyLlama's since transformers 5: a space before the text's start alone."""
+    tokenizer = sentencepiece_bpe()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def gemma_bpe() -> Tokenizer:
+    """Gemma 3's kind: visible spaces, single bytes as <0xNN>, no leading space."""
+    tokenizer = sentencepiece_bpe()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
 def unigram() -> Tokenizer:
     """T5's and Gemma's elder kind."""
     tokenizer = Tokenizer(models.Unigram())
@@ -108,6 +127,8 @@ KINDS = {
     "byte_level_nfc": lambda: byte_level(nfc=True),
     "byte_level_in_sequence": byte_level_in_sequence,
     "sentencepiece_bpe": sentencepiece_bpe,
+    "metaspace_bpe": metaspace_bpe,
+    "gemma_bpe": gemma_bpe,
     "unigram": unigram,
     "word_piece": word_piece,
 }
@@ -119,6 +140,7 @@ def write_folder(
     *,
     bos_by_processor: bool = False,
     template: str | None = TEMPLATE_WITH_BOS,
+    model_type: str | None = None,
     **config: Any,  # noqa: ANN401  # keys of tokenizer_config.json
 ) -> Path:
     """Writes tokenizer.json and tokenizer_config.json; returns the folder."""
@@ -140,4 +162,6 @@ def write_folder(
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | config))
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder

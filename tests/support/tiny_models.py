@@ -1,4 +1,4 @@
-"""Tiny models on disk for tests: random Llamas in Hugging Face folders, with a byte tokenizer."""
+"""Tiny random models of every family for tests, in memory or in folders with a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,8 +64,44 @@ def write_byte_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPL
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def make_llama(*, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:  # noqa: ANN401  # passed on to LlamaConfig
-    """A random Llama in fp32 whose every position matters (std 0.2, not the usual 0.02)."""
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+}
+# What shows a family's own features: windows shorter than the prompts, a head_dim of its own.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    "qwen3": {"head_dim": 32},
+    "gemma3": {
+        "head_dim": 32,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 48,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {"tie_word_embeddings": True},
+}
+_GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def make_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:  # noqa: ANN401  # passed on to the config
+    """A random model in fp32 whose every position matters (std 0.2, not the usual 0.02)."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -62,18 +113,43 @@ def make_llama(*, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:  # noqa:
         "tie_word_embeddings": False,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
+        "pad_token_id": None,
         "initializer_range": 0.2,
     }
-    settings.update(overrides)
+    settings |= _OF_FAMILY[family] | overrides
+    if family == "gpt2":
+        settings.pop("num_key_value_heads")
+        settings = {_GPT2_NAMES.get(name, name): value for name, value in settings.items()}
+    config_class, model_class = FAMILIES[family]
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**settings)).float().eval()
-    with torch.no_grad():  # fresh models have norm weights of 1 and biases of 0: blind spots
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.2)
+    model = model_class(config_class(**settings)).float().eval()
+    _randomise(model, norm_weight=0.0 if family == "gemma3" else 1.0)
     return model
+
+
+def _randomise(model: PreTrainedModel, *, norm_weight: float) -> None:
+    """Fresh models have norm weights of 1 (Gemma: 0) and biases of 0: blind spots."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif "norm" in name or ".ln_" in name:
+                parameter.uniform_(norm_weight - 0.5, norm_weight + 0.5)
+
+
+def make_llama(*, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:  # noqa: ANN401  # passed on to LlamaConfig
+    """`make_model` of a Llama."""
+    model = make_model("llama", seed=seed, **overrides)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def make_model_folder(folder: Path, family: str, **overrides: Any) -> Path:  # noqa: ANN401  # passed on to the config
+    """Writes `make_model`'s model with its tokenizer; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_model(family, **overrides).save_pretrained(folder)
+    write_byte_tokenizer(folder)
+    return folder
 
 
 def make_llama_folder(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,11 +13,13 @@ from fake_engine import FakeModel, fake_loaded, fake_sample
 from legato.protos import common_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
+from legato.worker.sampler import launch_sample
 from legato.worker.server import WorkerServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from legato.worker.forward import Model
     from legato.worker.models.config import ModelConfig
 
 BLOCK_SIZE = 4
@@ -45,7 +47,7 @@ def sampling(max_tokens: int, **overrides: Any) -> common_pb2.SamplingParams:  #
 @dataclass
 class Worker:
     server: WorkerServer
-    model: FakeModel
+    model: Any  # a FakeModel, unless the test brings a model of its own
     address: str
     channel: grpc.aio.Channel
     prefill: worker_pb2_grpc.PrefillWorkerAsyncStub = field(init=False)
@@ -93,9 +95,12 @@ async def running_worker(
     fingerprint: str = "fake",
     exits: list[str] | None = None,
     step_timeout_s: float = 60.0,
+    model: Model | None = None,
     **settings: Any,  # noqa: ANN401  # of WorkerConfig
 ) -> AsyncIterator[Worker]:
     loaded = fake_loaded(config, fingerprint)
+    if model is not None:
+        loaded = replace(loaded, model=model)
     shape = loaded.model.config
     block_size = settings.pop("block_size", BLOCK_SIZE)
     bytes_per_block = block_size * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
@@ -110,17 +115,17 @@ async def running_worker(
             **settings,
         ),
         loaded,
-        sample=fake_sample,
+        sample=fake_sample if model is None else launch_sample,
         exit_process=lambda: (exits if exits is not None else []).append("exit"),
         step_timeout_s=step_timeout_s,
     )
     address = await server.start()
-    assert isinstance(loaded.model, FakeModel)
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     try:
         yield Worker(server, loaded.model, address, channel)
     finally:
-        loaded.model.go.set()
+        if isinstance(loaded.model, FakeModel):
+            loaded.model.go.set()
         await channel.close()
         await server.stop(0)
 
@@ -141,10 +146,11 @@ async def running_pair(
     p: dict[str, Any] | None = None,
     d: dict[str, Any] | None = None,
     config: ModelConfig | None = None,
+    model: Model | None = None,
 ) -> AsyncIterator[Pair]:
     async with (
-        running_worker("prefill", config=config, **(p or {})) as prefill,
-        running_worker("decode", config=config, **(d or {})) as decode,
+        running_worker("prefill", config=config, model=model, **(p or {})) as prefill,
+        running_worker("decode", config=config, model=model, **(d or {})) as decode,
     ):
         yield Pair(prefill, decode)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from tiny_models import write_byte_tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from legato.cluster.errors import RequestError
 from legato.cluster.text.chat_template import ChatTemplate
@@ -74,6 +75,96 @@ def refusal(source: str, **limits: float) -> str:
 )  # fmt: skip
 def test_features_that_templates_use(source: str, text: str) -> None:
     assert render(source) == text
+
+
+# What the families' templates are made of; the texts are our own.
+SHAPES = {
+    "dates, tools, system apart": """
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools_first is defined %}{%- set tools_first = true %}{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{%- if builtin_tools is defined or tools is not none %}{{- "Environment\n" }}{%- endif %}
+{{- "Today: " + date_string + "\n\n" + system_message }}
+{%- if tools_first and not tools is none %}{{- raise_exception("no user message") }}{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'calls' in message) %}
+        {{- '<h>' + message['role'] + '</h>\n\n'+ message['content'] | trim + '<eot>' }}
+    {%- elif message.content is mapping or message.content is iterable %}
+        {{- message.content | tojson }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<h>assistant</h>\n\n' }}{%- endif %}
+""",
+    "instructions in brackets": (
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+        "{% set system_message = '<<S>>\n' + messages[0]['content'] + '\n<</S>>\n\n' %}"
+        "{% else %}{% set loop_messages = messages %}{% set system_message = '' %}{% endif %}"
+        "{% for message in loop_messages %}{% if loop.index0 == 0 %}"
+        "{% set content = system_message + message['content'] %}{% else %}"
+        "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+        "{{ bos_token + '[I] ' + content.strip() + ' [/I]' }}"
+        "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
+        "{% endif %}{% endfor %}"
+    ),
+    "thoughts cut out, last query sought": """
+{%- set ns = namespace(seek=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.seek and message.role == "user" and message.content is string
+        and not(message.content.startswith('<r>') and message.content.endswith('</r>')) %}
+        {%- set ns.seek = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" and '</think>' in message.content %}
+        {%- set thought = message.content.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\n') %}
+        {%- if loop.index0 > ns.last and loop.last %}{{- thought.strip('\n') }}{%- endif %}
+        {{- content }}
+    {%- else %}{{- message.role + '\n' + message.content + '\n' }}{%- endif %}
+    {%- if message.reasoning_content is defined and message.tool_calls %}!{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<no>' }}{%- endif %}
+{%- endif %}
+""",
+}
+CONVERSATIONS = [
+    [("user", " hi ")],
+    [("system", " be kind\n"), ("user", "a\n\nb")],
+    [("user", "{{ 7 * 7 }}"), ("assistant", "<think>\nx\n</think>\n\ny"), ("user", "<r>z</r>")],
+    [("user", "é🙂"), ("assistant", "<think>x</think>y")],
+    [("tool", "<r>"), ("user", "")],
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_templates_render_as_in_transformers(
+    shape: str, conversation: list[tuple[str, str]]
+) -> None:
+    messages = [{"role": role, "content": text} for role, text in conversation]
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(SHAPES[shape], names)
+
+    def theirs() -> str:
+        rendered, _ = render_jinja_template(
+            [messages], chat_template=SHAPES[shape], add_generation_prompt=True, **names
+        )
+        return str(rendered[0])
+
+    before, ours, after = theirs(), template.render(messages), theirs()
+    assert ours in (before, after)  # they differ at midnight
 
 
 def test_strftime_now() -> None:

@@ -217,7 +217,7 @@ def quantised(folder: Path) -> None:
         (config_is_no_json, ["config.json", "not valid JSON"]),
         (config_is_list, ["config.json", "must hold a JSON object"]),
         (config_is_directory, ["config.json", "cannot be read"]),
-        (quantised, ["config.json: quantization_config", "awq", "not supported"]),
+        (quantised, ["config.json: quantization_config", "quantised, but", "*.qweight"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -255,5 +255,5 @@ def test_a_config_that_claims_a_billion_layers_is_refused_at_once(
     folder = tmp_path / "model"
     shutil.copytree(single, folder)
     edit_json(folder / "config.json", num_hidden_layers=10**9)
-    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.3\..* is missing"):
+    with pytest.raises(CheckpointError, match="num_hidden_layers must be from 1 to 10000"):
         open_checkpoint(folder)

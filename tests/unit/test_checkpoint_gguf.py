@@ -15,8 +15,8 @@ from tiny_models import make_llama
 
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.gguf_header import GgufArray, GgufHeader
-from legato.worker.weights.llama_tensors import llama_tensors
 from legato.worker.weights.open import open_checkpoint
+from legato.worker.weights.tensor_table import model_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def test_demo_model_equals_transformers_reading_of_it() -> None:
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-6)
     config = open_checkpoint(file).config
     assert config.rope.theta == model.config.rope_parameters["rope_theta"]
-    assert config.rms_norm_eps == model.config.rms_norm_eps
+    assert config.norm_eps == model.config.rms_norm_eps
     assert config.context_length == model.config.max_position_embeddings
     assert config.vocab_size == model.config.vocab_size
 
@@ -178,7 +178,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is 64"),
         ({"llama.attention.causal": False}, "llama.attention.causal is false"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
-        ({"llama.block_count": 10**9}, "tensor model.layers.3."),
+        ({"llama.block_count": 10**9}, "num_layers must be at most 10000"),
         ({"llama.block_count": 2}, "no place for tensor model.layers.2."),
         ({"llama.embedding_length": 32}, "embed_tokens.weight has shape [320, 64]"),
         ({"llama.attention.head_count": [4, 4, 4]}, "head_count must be a whole number"),
@@ -252,7 +252,7 @@ def test_nan_is_refused(tmp_path: Path) -> None:
 
 def test_unread_tensor_is_named_at_finish(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", make_llama()))
-    for name, shape in llama_tensors(checkpoint.config):
+    for name, shape in model_tensors(checkpoint.config):
         if name != "model.norm.weight":
             checkpoint.tensor(name, shape, torch.float32)
     with pytest.raises(CheckpointError, match=r"m\.gguf: the model never read tensor model\.norm"):

@@ -12,8 +12,8 @@ from tiny_models import make_llama_folder
 from transformers import AutoModelForCausalLM
 
 from legato.worker.weights.checkpoint import CheckpointError
-from legato.worker.weights.llama_tensors import llama_tensors
 from legato.worker.weights.open import open_checkpoint
+from legato.worker.weights.tensor_table import model_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +107,7 @@ def test_b38_folder_equals_transformers(
     config, expected = checkpoint.config, model.config
     assert config.head_dim == expected.head_dim
     assert config.num_kv_heads == expected.num_key_value_heads
-    assert config.rms_norm_eps == expected.rms_norm_eps
+    assert config.norm_eps == expected.rms_norm_eps
     assert config.rope.theta == expected.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == expected.tie_word_embeddings
 
@@ -181,7 +181,7 @@ def test_asking_for_another_shape_or_name_is_refused(single: Path) -> None:
 
 def test_unread_tensors_are_named_at_finish(single: Path) -> None:
     checkpoint = open_checkpoint(single)
-    for name, shape in llama_tensors(checkpoint.config):
+    for name, shape in model_tensors(checkpoint.config):
         if name != DOWN:
             checkpoint.tensor(name, shape, torch.float32)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: .* never read tensor {DOWN}"):

@@ -250,6 +250,7 @@ def test_stop_waits_until_the_port_is_closed(
     ("words", "complaint"),
     [
         (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
+        (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
         (["--kv-memory", "lots"], "must be a size such as"),
         (["--decode", "0"], "--decode"),

@@ -31,6 +31,7 @@ def begin(worker: Worker, ticket: worker_pb2.KvTicket, **changes: Any) -> Push: 
     fields: dict[str, Any] = {
         "ticket": ticket,
         "model_fingerprint": "fake",
+        "weights": "float32",
         "layout": worker.server.node.identity.kv_layout(),
         "protocol_version": PROTOCOL_VERSION,
         "num_tokens": TOKENS,
@@ -305,6 +306,7 @@ async def test_a_chunk_checked_but_not_yet_written_cannot_reach_the_next_owner()
     ("changes", "named"),
     [
         ({"model_fingerprint": "other"}, "model_fingerprint"),
+        ({"weights": "int4-g64+float32"}, "weights"),
         ({"protocol_version": 99}, "protocol_version"),
         ({"num_tokens": 9}, "num_tokens"),
         ({"num_tokens": 2**31 - 1}, "num_tokens"),

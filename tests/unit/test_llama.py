@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from memory_checkpoint import MemoryCheckpoint
+from model_checks import (
+    BLOCK_SIZE,
+    assert_same,
+    build,
+    check_prefill_then_decode,
+    random_tokens,
+    reference_logits,
+)
 from paged_runner import PagedRunner
 from tiny_models import VOCAB_SIZE, make_llama
 
@@ -17,20 +25,11 @@ from legato.worker.models.rope import inverse_frequencies
 from legato.worker.weights.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import LlamaForCausalLM
 
     from legato.worker.forward import Model
 
-BLOCK_SIZE = 16
 CPU = torch.device("cpu")
-
-
-def build(reference: LlamaForCausalLM, device: str = "cpu") -> Model:
-    checkpoint = MemoryCheckpoint(reference)
-    model = build_model(checkpoint, torch.device(device), torch.float32)
-    assert checkpoint.finished
-    return model
 
 
 def both(**overrides: Any) -> tuple[LlamaForCausalLM, Model]:  # noqa: ANN401  # to LlamaConfig
@@ -41,35 +40,6 @@ def both(**overrides: Any) -> tuple[LlamaForCausalLM, Model]:  # noqa: ANN401  #
 @pytest.fixture(scope="module")
 def pair() -> tuple[LlamaForCausalLM, Model]:
     return both()
-
-
-def random_tokens(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed * 1000 + length)
-    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def reference_logits(reference: LlamaForCausalLM, tokens: list[int]) -> Tensor:
-    """[T, vocab_size]."""
-    logits: Tensor = reference(torch.tensor([tokens])).logits[0]
-    return logits
-
-
-def assert_same(ours: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
-def check_prefill_then_decode(
-    reference: LlamaForCausalLM, model: Model, length: int, steps: int = 3
-) -> None:
-    tokens = random_tokens(length + steps)
-    expected = reference_logits(reference, tokens)
-    runner = PagedRunner(model, block_size=BLOCK_SIZE)
-    assert_same(runner.step({0: tokens[:length]}, all_logits=True), expected[:length])
-    for position in range(length, length + steps):
-        logits = runner.step({0: [tokens[position]]})
-        assert logits.dtype == torch.float32
-        assert_same(logits, expected[position : position + 1])
 
 
 @pytest.mark.parametrize("length", range(1, 3 * BLOCK_SIZE + 2))
@@ -114,6 +84,23 @@ def test_biases_and_heads(*, attention_bias: bool, mlp_bias: bool, tied: bool) -
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "mscale": 2.0,
+            "mscale_all_dim": 1.0,
+            "truncate": False,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
 )
@@ -132,8 +119,8 @@ def test_exact_frequencies() -> None:
     assert scaled[0] == plain[0]  # wavelength 6, shorter than 64 / 4
     assert scaled[-1] == plain[-1] / 8  # longer than 64
     assert ((scaled < plain) & (scaled > plain / 8)).any()  # and some between
-    unknown = dataclasses.replace(llama3, kind="yarn")  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(ValueError, match="'yarn'"):
+    unknown = dataclasses.replace(llama3, kind="longrope")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(ValueError, match="'longrope'"):
         inverse_frequencies(unknown, 64)
 
 
@@ -262,7 +249,7 @@ def test_an_unknown_architecture_and_a_missing_tensor_are_named() -> None:
     reference = make_llama(num_hidden_layers=1)
     checkpoint = MemoryCheckpoint(reference)
     checkpoint.config = dataclasses.replace(checkpoint.config, architecture="mamba")
-    with pytest.raises(CheckpointError, match="'mamba' is not supported; supported: llama"):
+    with pytest.raises(CheckpointError, match="'mamba' is not supported; supported: llama, qwen2"):
         build_model(checkpoint, CPU, torch.float32)
     checkpoint = MemoryCheckpoint(reference)
     checkpoint.config = dataclasses.replace(checkpoint.config, num_layers=2)

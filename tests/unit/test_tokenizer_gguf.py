@@ -16,6 +16,7 @@ from tiny_models import CHAT_TEMPLATE, byte_alphabet
 from legato.cluster.errors import RequestError
 from legato.cluster.text.gguf_metadata import read_gguf_metadata
 from legato.cluster.text.model_text import ModelText
+from legato.cluster.text.word_split import WORD_SPLITS
 from legato.protos import generation_pb2
 
 if TYPE_CHECKING:
@@ -127,6 +128,92 @@ def test_each_way_of_splitting(tmp_path: Path, pre: str, text: str, tokens: list
     assert [model.token_text(token) for token in model.encode_text(text)] == tokens
 
 
+WORDS = "Don't HelloWORLDs 12345.67!?\n  x ==1"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["gpt-2"], "Don|'t| HelloWORLDs| 12345|.|67|!?|\n | x| ==|1"),
+        (["smollm"], "Don|'t| HelloWORLDs| |1|2|3|4|5|.|6|7|!?|\n | x| ==|1"),
+        (
+            ["llama-bpe", "llama3", "llama-v3"],
+            "Don|'t| HelloWORLDs| |123|45|.|67|!?\n| | x| ==|1",
+        ),
+        (
+            ["qwen2", "deepseek-r1-qwen"],
+            "Don|'t| HelloWORLDs| |1|2|3|4|5|.|6|7|!?\n| | x| ==|1",
+        ),
+        (["tekken"], "Don|'t| Hello|WORLDs| |1|2|3|4|5|.|6|7|!?\n| | x| ==|1"),
+        (["default"], "Don|'|t| HelloWORLDs| |123|45|.|67|!?|\n | x| |==|1"),
+    ],
+)
+def test_the_words_of_each_split(names: list[str], words: str) -> None:
+    for name in names:
+        found = WORD_SPLITS[name].make().pre_tokenize_str(WORDS)
+        assert [word.replace("Ġ", " ").replace("Ċ", "\n") for word, _ in found] == words.split("|")
+
+
+def write_pieces(file: Path, **changes: Any) -> Path:  # noqa: ANN401  # metadata values
+    """A .gguf with a SentencePiece tokenizer; `changes` as in `write_head`."""
+    pieces = ["▁", "a", "b", "▁a", "▁▁", "▁▁▁", "<t>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    keys = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * 6, 4],
+        "scores": [0.0] * 262 + [-1.0, -1e9, -1e9, -1000.0],
+        "merges": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return write_head(file, **(keys | changes))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text", "tokens"),
+    [
+        (None, "ab", ["▁a", "b"]),
+        (True, " ab", ["▁", "▁a", "b"]),
+        (False, " ab", ["▁a", "b"]),
+        (False, "ab", ["a", "b"]),
+        (True, "a   a", ["▁a", "▁▁", "▁a"]),
+        (True, "b<t>a", ["▁", "b", "<t>", "▁a"]),
+        (False, "é\n", ["<0xC3>", "<0xA9>", "<0x0A>"]),
+        (False, "<0x41></s>", [*(f"<0x{byte:02X}>" for byte in b"<0x41></s>")]),
+    ],
+)
+def test_sentencepiece_files(
+    tmp_path: Path, prefix: bool | None, text: str, tokens: list[str]
+) -> None:
+    file = write_pieces(tmp_path / "x.gguf", add_space_prefix=prefix)
+    model = ModelText.load(file)
+    ids = model.encode_text(text)
+    assert ids[0] == 1  # BOS by default
+    assert [model.token_text(token) for token in ids[1:]] == [t.replace("▁", " ") for t in tokens]
+    # A space in front of what follows an added token is not taken off again.
+    assert model.decode(ids) == text.replace("<t>", "<t> " if prefix else "<t>")
+    detokenizer = model.detokenizer()
+    assert "".join([*map(detokenizer.push, [[i] for i in ids]), detokenizer.flush()]) == (
+        model.decode(ids)
+    )
+
+
+@pytest.mark.parametrize(("add_bos", "wanted"), [(None, 1), (True, 1), (False, 0)])
+def test_exactly_one_bos_of_sentencepiece(
+    tmp_path: Path, add_bos: bool | None, wanted: int
+) -> None:
+    model = ModelText.load(write_pieces(tmp_path / "x.gguf", add_bos_token=add_bos))
+    assert model.encode_text("ab").count(1) == wanted
+    assert model.encode_text("<s>ab").count(1) == wanted
+    assert model.encode_text("<s>ab", parse_special_tokens=True).count(1) == 1
+    message = generation_pb2.ChatMessage(role="user", content="<s></s>")
+    ids = model.encode_chat([message])
+    assert (ids.count(1), ids.count(2)) == (wanted, 0)
+
+
 @pytest.mark.parametrize(
     ("pre", "add_bos", "wanted"),
     [("gpt-2", None, 0), ("gpt-2", True, 1), ("llama-bpe", None, 1), ("llama-bpe", False, 0)],
@@ -148,7 +235,15 @@ def test_all_ids_that_end_an_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "llama"}, "only 'gpt2'"),
+        ({"model": "bert"}, "'gpt2' .* and 'llama' .* are supported"),
+        ({"model": "llama"}, "scores is missing or no list of numbers"),
+        ({"model": "llama", "scores": ["a"]}, "scores is missing or no list of numbers"),
+        ({"model": "llama", "scores": [0.5]}, "scores has 1 entries for 262 tokens"),
+        ({"model": "llama", "scores": [0.0] * 262, "add_space_prefix": 1}, "not of type bool"),
+        (
+            {"model": "llama", "scores": [0.0] * 262, "remove_extra_whitespaces": True},
+            "remove_extra_whitespaces is set",
+        ),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         ({"model": 3}, "not of type str"),
         ({"pre": None}, "tokenizer.ggml.pre is missing"),

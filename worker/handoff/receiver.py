@@ -80,7 +80,7 @@ class KvReceiver:
         if self._ticket is not None:
             raise RefusedError("begin: the transfer has begun already")
         mismatch = self._identity.mismatch(
-            begin.model_fingerprint, begin.layout, begin.protocol_version
+            begin.model_fingerprint, begin.weights, begin.layout, begin.protocol_version
         )
         if mismatch is not None:
             raise RefusedError(f"begin: {mismatch}")

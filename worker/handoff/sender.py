@@ -124,6 +124,7 @@ class _Transfer:
                     layout=self._identity.kv_layout(),
                     protocol_version=PROTOCOL_VERSION,
                     num_tokens=num_tokens,
+                    weights=self._identity.weights,
                 )
             )
         )

@@ -44,6 +44,12 @@ class BlockLease:
                 raise LeaseReleasedError
             self._pins += 1
 
+    def acquire_again(self) -> None:
+        """Pins once more what is pinned already, released or not."""
+        with self._lock:
+            assert self._pins > 0, "not pinned"
+            self._pins += 1
+
     def drop(self) -> None:
         """Unpins; the last one after `release` gives the blocks back."""
         with self._lock:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from legato.kernels.kv_pages import KvPages
+from legato.kernels import huge_pages
+from legato.kernels.kv_pages import QUANTIZED_DTYPES, KvPages
+
+# What --kv-cache may name besides "auto", the model's own dtype.
+KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_SCALE_BYTES = 4  # fp32
+
+
+def choose_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the pages for `WorkerConfig.kv_cache`."""
+    return model_dtype if name == "auto" else KV_CACHE_DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -20,9 +31,20 @@ class KvShape:
     dtype: torch.dtype
 
     @property
+    def quantized(self) -> bool:
+        """Whether rows have a scale a head."""
+        return self.dtype in QUANTIZED_DTYPES
+
+    @property
+    def bytes_per_row(self) -> int:
+        """K and V of one token in one layer, scales included."""
+        head = self.head_dim * self.dtype.itemsize + (_SCALE_BYTES if self.quantized else 0)
+        return 2 * self.num_kv_heads * head
+
+    @property
     def bytes_per_token(self) -> int:
-        """K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """K and V of all layers, scales included."""
+        return self.num_layers * self.bytes_per_row
 
     @property
     def bytes_per_block(self) -> int:
@@ -42,13 +64,24 @@ class KvCache:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.shape = shape
         self.num_blocks = num_blocks
-        size = (num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
-        # zeros, not empty: attention multiplies masked rows by 0, and 0 * NaN is NaN. The pages
-        # of a CPU pool are still committed only when first written.
+        self.spare_block = num_blocks  # one more than the pool deals out: rows of no sequence
+        size = ((num_blocks + 1) * shape.block_size, shape.num_kv_heads, shape.head_dim)
+
+        # zeros, not empty: attention on CUDA multiplies masked rows by 0, and 0 * NaN is NaN.
+        def rows() -> Tensor:
+            return _zeros(size, shape.dtype, device)
+
+        def scales() -> Tensor | None:
+            return _zeros(size[:2], torch.float32, device) if shape.quantized else None
+
         self.layers = [
-            KvPages(
-                k=torch.zeros(size, dtype=shape.dtype, device=device),
-                v=torch.zeros(size, dtype=shape.dtype, device=device),
-            )
+            KvPages(k=rows(), v=rows(), k_scale=scales(), v_scale=scales())
             for _ in range(shape.num_layers)
         ]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU they take memory only when they are written: torch's own are written at once."""
+    if device.type == "cpu":
+        return huge_pages.zeros(size, dtype)
+    return torch.zeros(size, dtype=dtype, device=device)

@@ -1,7 +1,12 @@
-"""The wire layout of KV: rows of one layer to bytes and back, independent of blocks."""
+"""The wire layout of KV: rows of one layer to bytes and back, independent of blocks.
+
+A chunk of n tokens is [2 (K, V), n, num_kv_heads, head_dim] in the pages' dtype, C order; where
+that has 8 bits, the scales [2, n, num_kv_heads] in float32 follow.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,8 +30,8 @@ if sys.byteorder != "little":
 
 
 def row_bytes(shape: KvShape) -> int:
-    """K and V of one token in one layer."""
-    return 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    """K and V of one token in one layer, scales included."""
+    return shape.bytes_per_row
 
 
 def tokens_per_chunk(shape: KvShape) -> int:
@@ -46,17 +51,29 @@ def checksum(data: bytes) -> int:
 
 
 def read_rows(cache: KvCache, layer: int, slots: Tensor) -> bytes:
-    """[2, n, num_kv_heads, head_dim] of one layer, C order, as bytes. Waits for the device."""
-    rows = kv_pack(cache.layers[layer], slots.to(cache.layers[layer].k.device))
-    return rows.cpu().view(torch.uint8).numpy().tobytes()
+    """n tokens of one layer as bytes. Waits for the device."""
+    rows, scales = kv_pack(cache.layers[layer], slots.to(cache.layers[layer].k.device))
+    return _bytes_of(rows) + (b"" if scales is None else _bytes_of(scales))
 
 
 def write_rows(cache: KvCache, layer: int, slots: Tensor, data: bytes) -> None:
     """The inverse of `read_rows`; when it returns, every thread and stream sees the rows."""
     shape = cache.shape
     device = cache.layers[layer].k.device
-    rows = torch.frombuffer(bytearray(data), dtype=shape.dtype)
-    rows = rows.view(2, len(slots), shape.num_kv_heads, shape.head_dim).to(device)
-    kv_unpack(rows, cache.layers[layer], slots.to(device))
+    buffer = bytearray(data)
+    heads = (2, len(slots), shape.num_kv_heads)
+    count = math.prod(heads) * shape.head_dim
+    rows = torch.frombuffer(buffer, dtype=shape.dtype, count=count)
+    scales = None
+    if shape.quantized:
+        offset = count * shape.dtype.itemsize
+        scales = torch.frombuffer(buffer, dtype=torch.float32, offset=offset)
+        scales = scales.view(heads).to(device)
+    rows = rows.view(*heads, shape.head_dim).to(device)
+    kv_unpack(rows, scales, cache.layers[layer], slots.to(device))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().view(torch.uint8).numpy().tobytes()

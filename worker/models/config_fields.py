@@ -26,6 +26,16 @@ class ConfigFields:
         """The raw value, or None."""
         return self._values.get(self._prefix + name)
 
+    def has(self, name: str) -> bool:
+        """Whether the field is there, a null included."""
+        return self._prefix + name in self._values
+
+    def inside(self, name: str, settings: Mapping[str, object]) -> ConfigFields:
+        """The fields of the object `settings`, which field `name` holds."""
+        prefix = f"{self._prefix}{name}."
+        values = {prefix + key: value for key, value in settings.items()}
+        return ConfigFields(values, self.where, prefix)
+
     def error(self, name: str, problem: str) -> CheckpointError:
         """An error about field `name`."""
         return CheckpointError(f"{self.where}: {self._prefix}{name} {problem}")

@@ -77,9 +77,10 @@ def gguf_model_config(
             head_dim=head_dim,
             vocab_size=vocab_size,
             context_length=context_length,
-            rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+            norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             tie_word_embeddings="output.weight" not in tensor_names,
             attention_bias="blk.0.attn_q.bias" in tensor_names,
+            attention_out_bias="blk.0.attn_output.bias" in tensor_names,
             mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
             rope=_rope(fields, head_dim, rope_freqs),
         )

@@ -64,7 +64,10 @@ class DecodeScheduler:
         sequence.move_to(SequenceState.DONE)
 
     def schedule(self) -> Step | None:
-        """One new token for each sequence of the batch, newcomers included."""
+        """One new token for each sequence of the batch, newcomers included.
+
+        A sequence whose last token is on its way takes no part.
+        """
         joined: list[Sequence] = []
         room = self._max_batch_size - len(self._running)
         for sequence in list(islice(self._waiting, room)):
@@ -72,9 +75,8 @@ class DecodeScheduler:
             sequence.move_to(SequenceState.RUNNING)
             self._running[sequence] = None
             joined.append(sequence)
-        if not self._running:
-            return None
-        return Step([StepPart(sequence, 1) for sequence in self._running], joined)
+        parts = [StepPart(sequence, 1) for sequence in self._running if not sequence.ends_unread]
+        return Step(parts, joined) if parts else None
 
     def commit(self, step: Step) -> None:
         """Notes the row of KV that each sequence gained."""

@@ -19,7 +19,7 @@ class StepPart:
     @property
     def samples(self) -> bool:
         """Whether these reach the sequence's last token, so that a next one can be sampled."""
-        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
+        return self.sequence.num_computed + self.num_tokens == self.sequence.num_known_or_unread
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,7 @@ class Scheduler(Protocol):
         ...
 
     def commit(self, step: Step) -> None:
-        """Notes that `step` was computed. Called before the sampled tokens are appended."""
+        """Notes that `step` is computed, or certainly will be. Called before its sampled tokens
+        are appended.
+        """
         ...

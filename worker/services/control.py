@@ -65,7 +65,7 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
             worker_id=identity.worker_id,
             role=_ROLES[identity.role],
             model_fingerprint=identity.model_fingerprint,
-            dtype=dtype_name(identity.kv_shape.dtype),
+            dtype=dtype_name(identity.dtype),
             kv_layout=identity.kv_layout(),
             total_blocks=identity.total_blocks,
             context_length=identity.context_length,
@@ -74,6 +74,7 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
             pid=os.getpid(),
             host=socket.gethostname(),
             protocol_version=PROTOCOL_VERSION,
+            weights=identity.weights,
         )
 
     @reports_errors

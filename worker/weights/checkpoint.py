@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from legato.kernels.weight import QuantizedWeight
     from legato.worker.models.config import ModelConfig
 
 
@@ -16,8 +17,8 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(Protocol):
-    """Weights of one model, read lazily. Names are those of Hugging Face's Llama
-    (`model.layers.0.self_attn.q_proj.weight`, …), whatever the file calls them.
+    """Weights of one model, read lazily. Names and shapes are those of `tensor_table`, which are
+    Hugging Face's, whatever the file calls them.
     """
 
     config: ModelConfig
@@ -37,6 +38,27 @@ class Checkpoint(Protocol):
 
         Raises:
             CheckpointError: it is missing, or has another shape, or holds NaN or infinity.
+        """
+        ...
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether `quantized` has something to hand out."""
+        ...
+
+    @property
+    def auto_keeps(self) -> bool:
+        """Whether `--weights auto` uses it: where the files were quantised by a method."""
+        ...
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """Reads one matrix [N, K] on the CPU in the form in which it is stored.
+
+        None where it is stored as floats, or in a form that `QuantizedWeight` cannot hold: then
+        `tensor` reads it.
+
+        Raises:
+            CheckpointError: as `tensor` does.
         """
         ...
 

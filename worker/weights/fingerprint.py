@@ -25,10 +25,12 @@ PAGE_BYTES = 4096
 def fingerprint(
     config: ModelConfig,
     tensors: Iterable[StoredTensor],
+    quantization: dict[str, object] | None = None,
     *,
     max_bytes_read_whole: int = MAX_BYTES_READ_WHOLE,
 ) -> str:
-    """Hex digest of the config, and of each tensor's name, dtype, shape and stored bytes.
+    """Hex digest of the config, of each tensor's name, dtype, shape and stored bytes, and of what
+    the config says about the quantisation of the weights.
 
     Tensors are taken in the order of their names, so that sharding and file names do not matter.
     Where they take more than `max_bytes_read_whole` together, a tensor larger than 64 KiB is
@@ -39,6 +41,8 @@ def fingerprint(
     whole = sum(tensor.num_bytes for tensor in ordered) <= max_bytes_read_whole
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_line(dataclasses.asdict(config)))
+    if quantization is not None:
+        digest.update(_line(quantization))
     views: dict[Path, mmap.mmap] = {}
     try:
         for tensor in ordered:

@@ -14,14 +14,16 @@ from legato.worker.models.gguf_config import gguf_model_config
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
+from legato.worker.weights.gguf_blocks import KEPT_TYPES, read_blocks
 from legato.worker.weights.gguf_header import GgufHeader
-from legato.worker.weights.llama_tensors import check_shapes, join_names, shape_error
+from legato.worker.weights.tensor_table import check_shapes, join_names, shape_error
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
+    from legato.kernels.weight import QuantizedWeight
     from legato.worker.weights.stored_tensor import StoredTensor
 
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -105,18 +107,39 @@ class GgufCheckpoint:
             self._fingerprint = fingerprint(self._file_config, self._all_tensors)
         return self._fingerprint
 
+    @property
+    def can_keep(self) -> bool:
+        """See `Checkpoint`."""
+        return any(tensor.dtype in KEPT_TYPES for tensor in self._tensors.values())
+
+    @property
+    def auto_keeps(self) -> bool:
+        """See `Checkpoint`: blocks are kept on request only."""
+        return False
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """See `Checkpoint`."""
+        stored = self._found(name, shape)
+        if stored.dtype not in KEPT_TYPES:
+            return None
+        try:
+            weight = read_blocks(self._raw_rows(stored), stored.dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self._file}: tensor {name} ({stored.name}) {error}") from error
+        self._read.add(name)
+        num_heads = self._num_paired_heads(name)
+        if num_heads is None:
+            return weight
+        order = torch.arange(weight.out_features)
+        return weight.rows(halves_from_pairs(order, num_heads))
+
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Reads and dequantises one tensor on the CPU, as `Checkpoint.tensor` says."""
-        stored = self._tensors.get(name)
-        if stored is None:
-            raise CheckpointError(f"{self._file}: tensor {name} is missing from the checkpoint")
-        if stored.shape != shape:
-            raise shape_error(str(self._file), name, stored.shape, shape)
+        stored = self._found(name, shape)
         values = self._dequantized(stored)
-        if ".q_proj." in name:
-            values = halves_from_pairs(values, self.config.num_heads)
-        elif ".k_proj." in name:
-            values = halves_from_pairs(values, self.config.num_kv_heads)
+        num_heads = self._num_paired_heads(name)
+        if num_heads is not None:
+            values = halves_from_pairs(values, num_heads)
         self._read.add(name)
         return convert(values, dtype, file=str(self._file), name=f"{name} ({stored.name})")
 
@@ -125,6 +148,20 @@ class GgufCheckpoint:
         unread = self._tensors.keys() - self._read
         if unread:
             raise CheckpointError(f"{self._file}: the model never read tensor {join_names(unread)}")
+
+    def _found(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self._file}: tensor {name} is missing from the checkpoint")
+        if stored.shape != shape:
+            raise shape_error(str(self._file), name, stored.shape, shape)
+        return stored
+
+    def _num_paired_heads(self, name: str) -> int | None:
+        """Heads of a tensor whose rows GGUF reorders; None for all others."""
+        if ".q_proj." in name:
+            return self.config.num_heads
+        return self.config.num_kv_heads if ".k_proj." in name else None
 
     def _divisors(self, rope_freqs: StoredTensor) -> list[float]:
         values = self._dequantized(rope_freqs).float()
@@ -136,14 +173,18 @@ class GgufCheckpoint:
 
     def _dequantized(self, stored: StoredTensor) -> Tensor:
         """The tensor's values in float32, or in its own dtype where that is a float."""
-        raw = np.array(self._data[stored.start : stored.stop])  # a copy: torch wants it writable
+        rows = self._raw_rows(stored)
         float_dtype = FLOAT_DTYPES.get(stored.dtype)
         if float_dtype is not None:
-            return torch.from_numpy(raw).view(float_dtype).reshape(stored.shape)
+            return rows.view(float_dtype).reshape(stored.shape)
         ggml_type = GGMLQuantizationType[stored.dtype]
-        block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
-        rows = raw.reshape(-1, stored.shape[-1] // block_elements * block_bytes)
-        return torch.from_numpy(dequantize(rows, ggml_type)).reshape(stored.shape)
+        return torch.from_numpy(dequantize(rows.numpy(), ggml_type)).reshape(stored.shape)
+
+    def _raw_rows(self, stored: StoredTensor) -> Tensor:
+        """Its bytes, [rows, bytes of a row] uint8."""
+        raw = np.array(self._data[stored.start : stored.stop])  # a copy: torch wants it writable
+        block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored.dtype]]
+        return torch.from_numpy(raw).view(-1, stored.shape[-1] // block_elements * block_bytes)
 
 
 def hugging_face_name(name: str) -> str:

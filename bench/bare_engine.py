@@ -1,0 +1,250 @@
+"""BareEngine: one model on one thread, prefill and decode in turn; no process, socket or queue.
+
+What a worker's engine does, without what brings requests in and carries tokens out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from legato.bench.model_cost import ModelCost
+from legato.bench.workload import RequestTimes
+from legato.worker.kv.block_lease import BlockLease
+from legato.worker.kv.block_pool import blocks_for
+from legato.worker.lifecycle import Lifecycle
+from legato.worker.loading import load_model
+from legato.worker.model_runner import ModelRunner
+from legato.worker.node import WorkerNode
+from legato.worker.sampler import SamplingRow, launch_sample, sample
+from legato.worker.sampling_params import SamplingParams
+from legato.worker.scheduling.decode import DecodeScheduler
+from legato.worker.scheduling.prefill import PrefillScheduler
+from legato.worker.sequence import Sequence
+
+if TYPE_CHECKING:
+    from legato.worker.config import WorkerConfig
+    from legato.worker.scheduling.step import Scheduler, Step
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One forward with its sampling."""
+
+    seconds: float
+    num_sequences: int
+    decode_bytes: int  # 0 for prefill
+    prefill_ops: int  # 0 for decode
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened to the prompts, in their order."""
+
+    requests: list[RequestTimes]
+    token_ids: list[list[int]]
+    steps: list[StepTime]
+
+    @property
+    def wall_s(self) -> float:
+        """First request sent until the last token."""
+        return max(r.token_times_s[-1] for r in self.requests) - self.requests[0].sent_s
+
+    @property
+    def decode_bytes_per_s(self) -> float | None:
+        """Of the median decode step; None without one."""
+        rates = [step.decode_bytes / step.seconds for step in self.steps if step.decode_bytes]
+        return statistics.median(rates) if rates else None
+
+    @property
+    def prefill_ops_per_s(self) -> float | None:
+        """Of the median prefill step; None without one."""
+        rates = [step.prefill_ops / step.seconds for step in self.steps if step.prefill_ops]
+        return statistics.median(rates) if rates else None
+
+
+@dataclass
+class _Request:
+    sent_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
+class BareEngine:
+    """New requests are prefilled as soon as there is a place for them, before decode goes on."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Loads the model.
+
+        Raises:
+            ValueError: it, or its fit with the config, is wrong.
+        """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        loaded = load_model(config)
+        # The node is built for its pool and cache alone: its engine and its loop never start.
+        loop = asyncio.new_event_loop()
+        try:
+            node = WorkerNode.build(
+                config,
+                loaded,
+                lifecycle=Lifecycle(),
+                sample=launch_sample,
+                loop=loop,
+                on_failure=_never_called,
+            )
+        finally:
+            loop.close()
+        self.model, self.dtype, self.device = loaded.model, loaded.dtype, loaded.device
+        self._chunk_tokens = config.prefill_chunk_tokens
+        self._cache, self._pool = node.cache, node.pool
+        self._runner = ModelRunner(loaded.model, node.cache, loaded.device, config.max_batch_size)
+        self.cost = ModelCost.of(self.model, node.cache.shape.bytes_per_token)
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], num_at_once: int, max_tokens: int) -> Run:
+        """Answers the prompts, at most `num_at_once` at a time, greedily and to the last token.
+
+        Raises:
+            ValueError: the model's context or the cache is too small.
+        """
+        self._check(max(map(len, prompts)) + max_tokens, num_at_once)
+        size = self._cache.shape.block_size
+        prefill = PrefillScheduler(self._pool, size, self._chunk_tokens)
+        decode = DecodeScheduler(size, num_at_once)
+        waiting = deque(prompts)
+        requests: list[_Request] = []
+        under_way: dict[Sequence, _Request] = {}
+        steps: list[StepTime] = []
+        while waiting or under_way:
+            while waiting and len(under_way) < num_at_once:
+                sequence = _sequence(waiting.popleft(), max_tokens)
+                requests.append(_Request(time.perf_counter()))
+                under_way[sequence] = requests[-1]
+                prefill.add(sequence)
+            if (step := prefill.schedule()) is not None:
+                prefilled, seconds = self._step(step, prefill, under_way)
+                steps.append(StepTime(seconds, len(step.parts), 0, self._prefill_ops(step)))
+                for sequence in prefilled:
+                    joining = self._with_room(sequence)
+                    under_way[joining] = under_way.pop(sequence)
+                    decode.add(joining)
+                continue
+            step = decode.schedule()
+            assert step is not None, "requests are under way, but nothing can run"
+            _, seconds = self._step(step, decode, under_way)
+            rows = [part.sequence.num_computed for part in step.parts]
+            steps.append(StepTime(seconds, len(rows), self.cost.decode_bytes(rows), 0))
+        self._pool.check_integrity()
+        assert self._pool.usage().held == 0, "blocks are left over"
+        return Run(
+            requests=[RequestTimes(r.sent_s, tuple(r.token_times_s)) for r in requests],
+            token_ids=[r.token_ids for r in requests],
+            steps=steps,
+        )
+
+    def _step(
+        self, step: Step, scheduler: Scheduler, under_way: dict[Sequence, _Request]
+    ) -> tuple[list[Sequence], float]:
+        """Runs and commits; ended requests leave. Returns those that go on, and the seconds."""
+        started_s = time.perf_counter()
+        logits = self._runner.forward(step)
+        sampling = [part.sequence for part in step.parts if part.samples]
+        sampled = sample(logits, [_row(sequence) for sequence in sampling]) if sampling else []
+        scheduler.commit(step)
+        now_s = time.perf_counter()
+        going_on = []
+        for sequence, token in zip(sampling, sampled, strict=True):
+            under_way[sequence].token_times_s.append(now_s)
+            under_way[sequence].token_ids.append(token.token_id)
+            if sequence.append(token.token_id) is None:
+                going_on.append(sequence)
+                continue
+            scheduler.remove(sequence)
+            assert sequence.lease is not None, "finished without blocks"
+            sequence.lease.release()
+            del under_way[sequence]
+        return going_on, now_s - started_s
+
+    def _prefill_ops(self, step: Step) -> int:
+        """Of a step that is committed."""
+        spans = ((part.sequence.num_computed, part) for part in step.parts)
+        return sum(
+            self.cost.prefill_ops(
+                end - part.num_tokens, end, int(end == part.sequence.num_prompt_tokens)
+            )
+            for end, part in spans
+        )
+
+    def _with_room(self, prefilled: Sequence) -> Sequence:
+        """The same request for decode, in the same blocks and those its answer will need."""
+        assert prefilled.lease is not None, "prefilled without blocks"
+        blocks = prefilled.lease.blocks
+        context = prefilled.num_prompt_tokens + prefilled.params.max_tokens
+        needed = blocks_for(context, self._cache.shape.block_size)
+        more = self._pool.allocate(needed - len(blocks))
+        assert more is not None, "the cache was checked to hold all that are under way"
+        return Sequence(
+            prefilled.token_ids,
+            prefilled.num_prompt_tokens,
+            prefilled.params,
+            prefilled.eos_token_ids,
+            num_computed=prefilled.num_computed,
+            # The old lease is never released: the new one owns its blocks.
+            lease=BlockLease(self._pool, blocks + more),
+        )
+
+    def _check(self, context_tokens: int, num_at_once: int) -> None:
+        limit = self.model.config.context_length
+        if context_tokens > limit:
+            raise ValueError(
+                f"a request needs a context of {context_tokens} tokens, "
+                f"limit {limit}: the model's context_length"
+            )
+        needed = num_at_once * blocks_for(context_tokens, self._cache.shape.block_size)
+        if needed > self._pool.total:
+            raise ValueError(
+                f"{num_at_once} requests at once need {needed} KV blocks, limit "
+                f"{self._pool.total}: kv_memory_bytes must be "
+                f"{needed * self._cache.shape.bytes_per_block}"
+            )
+
+
+def _sequence(prompt: list[int], max_tokens: int) -> Sequence:
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=0,
+        ignore_eos=True,
+        min_tokens=0,
+        logprobs=None,
+        stop_token_ids=frozenset(),
+        logit_bias={},
+    )
+    # A copy: the engine appends the answer to it.
+    return Sequence(list(prompt), len(prompt), params, frozenset())
+
+
+def _row(sequence: Sequence) -> SamplingRow:
+    return SamplingRow(
+        params=sequence.params,
+        prompt_token_ids=sequence.prompt_token_ids,
+        output_token_ids=sequence.output_token_ids,
+        banned_token_ids=sequence.banned_token_ids,
+    )
+
+
+def _never_called(cause: BaseException) -> None:
+    raise cause

@@ -1,0 +1,90 @@
+"""ModelCost: the bytes and operations that a model's steps cannot do without."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from legato.worker.forward import Model
+    from legato.worker.models.config import ModelConfig
+
+# Gate, up and down; GPT-2 has no gate.
+_MLP_MATRICES = {"gpt2": 2}
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Norms, activations and the embedding's look-up are left out: they are too small to matter."""
+
+    weight_bytes: int  # that every step reads, as they lie in memory: the embedding is not read
+    kv_bytes_per_token: int  # of all layers, as they lie in the cache
+    layer_weights: int  # elements of all layers' matrices
+    head_weights: int
+    attention_width: int  # query heads * head_dim, summed over the layers
+
+    @classmethod
+    def of(cls, model: Model, kv_bytes_per_token: int) -> ModelCost:
+        """Counts what `model` holds."""
+        config = model.config
+        return cls(
+            weight_bytes=sum(t.numel() * t.element_size() for t in _tensors(model)),
+            kv_bytes_per_token=kv_bytes_per_token,
+            layer_weights=config.num_layers * _layer_weights(config),
+            head_weights=config.hidden_size * config.vocab_size,
+            attention_width=config.num_layers * config.num_heads * config.head_dim,
+        )
+
+    def decode_bytes(self, context_lens: Sequence[int]) -> int:
+        """Read by one decode step of sequences with so many rows of KV each."""
+        return self.weight_bytes + sum(context_lens) * self.kv_bytes_per_token
+
+    def prefill_ops(self, start: int, end: int, num_logit_rows: int = 1) -> int:
+        """Multiplications and additions for the tokens `start : end` of one sequence.
+
+        A token attends to itself and all before it: two products of `attention_width` each.
+        """
+        attended = (start + 1 + end) * (end - start) // 2
+        return (
+            2 * self.layer_weights * (end - start)
+            + 2 * self.head_weights * num_logit_rows
+            + 4 * self.attention_width * attended
+        )
+
+
+def _layer_weights(config: ModelConfig) -> int:
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    mlp = _MLP_MATRICES.get(config.architecture, 3) * config.intermediate_size
+    return config.hidden_size * (heads + mlp)
+
+
+def _tensors(root: object) -> Iterator[torch.Tensor]:
+    """Every tensor below `root` once, but for those in fields whose name says embedding.
+
+    A tied head that is the embedding's own tensor is found under its other name.
+    """
+    seen: set[int] = set()
+    stack: list[object] = [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif isinstance(item, dict):
+            stack += [value for key, value in item.items() if "embedding" not in str(key)]
+        elif dataclasses.is_dataclass(item) or type(item).__module__.startswith("legato."):
+            stack += [value for name, value in _fields(item) if "embedding" not in name]
+
+
+def _fields(item: object) -> list[tuple[str, object]]:
+    names = {*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())}
+    return [(name, getattr(item, name)) for name in sorted(names) if hasattr(item, name)]

@@ -1,0 +1,265 @@
+/* attention_split: see the header. Each function here is compiled once and called by decode and
+ * prefill alike: inlined twice, it might round differently. */
+#include "attention_split.h"
+
+#include "attention_tile.h"
+
+/* Finite, so that the difference of two of them is 0; far below any score. */
+#define NO_SCORE (-1e30f)
+
+int64_t lg_partial_floats(int64_t rows, int64_t width) {
+    return 2 * lg_round_up(rows, LG_LANES) + rows * width;
+}
+
+lg_partial lg_partial_at(float *memory, int64_t rows, int64_t width) {
+    (void)width;
+    const int64_t padded = lg_round_up(rows, LG_LANES);
+    return (lg_partial){memory, memory + padded, memory + 2 * padded};
+}
+
+static int is_paired(int dtype) {
+    return HAS_PAIRS && (dtype == LG_KV_BF16 || dtype == LG_KV_INT8 || dtype == LG_KV_FP8);
+}
+
+/* The parts of the scratch memory. */
+typedef struct {
+    int64_t offsets[TILE_KEYS]; /* of each key's row, in elements; -1: not to be read */
+    float k_scale[TILE_KEYS], v_scale[TILE_KEYS];
+    float scores[BLOCK_ROWS * TILE_KEYS];
+    uint32_t weights[BLOCK_ROWS * TILE_KEYS];
+    uint32_t *keys, *values, *queries;
+    float *lanes; /* [rows][16]: the mass, lane by lane */
+} workspace;
+
+static int64_t tile_words(int64_t head_dim) {
+    return TILE_KEYS * lg_round_up(head_dim, LG_LANES);
+}
+
+int64_t lg_attention_scratch(int64_t rows, int64_t head_dim) {
+    return lg_round_up((int64_t)sizeof(workspace), 64) +
+           4 * (2 * tile_words(head_dim) + rows * (head_dim + LG_LANES)) + 64;
+}
+
+static workspace *divide(void *scratch, int64_t rows, int64_t head_dim) {
+    workspace *w = scratch;
+    w->keys = (uint32_t *)((char *)scratch + lg_round_up((int64_t)sizeof(workspace), 64));
+    w->values = w->keys + tile_words(head_dim);
+    w->lanes = (float *)(w->values + tile_words(head_dim));
+    w->queries = (uint32_t *)(w->lanes + rows * LG_LANES);
+    return w;
+}
+
+void lg_gather_queries(lg_attention *a, const float *q, int64_t token_stride, void *scratch) {
+    uint32_t *out = divide(scratch, a->rows, a->head_dim)->queries;
+    const int paired = is_paired(a->dtype);
+    const int64_t depth = paired ? a->head_dim / 2 : a->head_dim;
+    a->q = out;
+    for (int64_t i = 0; i < a->rows; i++) {
+        const float *row = q + i / a->group * token_stride + i % a->group * a->head_dim;
+        for (int64_t d = 0; d < a->head_dim; d += LG_LANES) {
+            const int64_t left = a->head_dim - d;
+            lg_f32x16 v = lg_load_n(row + d, left);
+            if (paired)
+                lg_kv_store(LG_KV_BF16, out + i * depth, d, v, left);
+            else
+                lg_store_n((float *)out + i * depth + d, v, left);
+        }
+    }
+}
+
+/* The positions of keys that the rows [begin, end) see: a union of ranges. */
+static int64_t first_key(const lg_attention *a, int64_t row) {
+    const int64_t first = a->first_position + row / a->group - a->window + 1;
+    return a->window == 0 || first < 0 ? 0 : first;
+}
+static int64_t end_key(const lg_attention *a, int64_t row) {
+    return a->first_position + row / a->group + 1;
+}
+
+int64_t lg_first_split(const lg_attention *a) { return first_key(a, 0) / LG_SPLIT_KEYS; }
+int64_t lg_end_split(const lg_attention *a) {
+    return (end_key(a, a->rows - 1) + LG_SPLIT_KEYS - 1) / LG_SPLIT_KEYS;
+}
+
+/* Where the keys [begin, end) of the tile at `start` lie, and their scales; those of the others are
+ * 0: even a weight of 0 must not meet a NaN that memory happened to hold. */
+static void find_keys(const lg_attention *a, workspace *w, int64_t start, int64_t begin,
+                      int64_t end) {
+    for (int64_t i = 0; i < TILE_KEYS; i++) w->offsets[i] = -1;
+    memset(w->k_scale, 0, sizeof w->k_scale);
+    memset(w->v_scale, 0, sizeof w->v_scale);
+    for (int64_t position = begin; position < end;) {
+        const int64_t within = position % a->block_size;
+        const int64_t slot = a->blocks[position / a->block_size] * a->block_size + within;
+        int64_t stop = position + a->block_size - within;
+        stop = stop < end ? stop : end;
+        for (int64_t i = 0; position < stop; i++, position++) {
+            const int64_t place = (slot + i) * a->num_kv_heads + a->kv_head;
+            w->offsets[position - start] = place * a->head_dim;
+            if (a->k_scale == NULL) continue;
+            w->k_scale[position - start] = a->k_scale[place];
+            w->v_scale[position - start] = a->v_scale[place];
+        }
+    }
+}
+
+LG_INLINE void pack_as(int dtype, int pairs, const lg_attention *a, workspace *w, int64_t begin,
+                       int64_t end) {
+    lg_pack_keys(dtype, pairs, a->k, w->offsets, a->head_dim, w->keys);
+    lg_pack_values(dtype, pairs, a->v, w->offsets, begin & ~1, (end + 1) & ~1, a->head_dim,
+                   a->width, w->values);
+}
+
+static void pack(const lg_attention *a, workspace *w, int64_t begin, int64_t end) {
+    switch (a->dtype) {
+    case LG_KV_F32: pack_as(LG_KV_F32, 0, a, w, begin, end); break;
+    case LG_KV_BF16: pack_as(LG_KV_BF16, HAS_PAIRS, a, w, begin, end); break;
+    case LG_KV_F16: pack_as(LG_KV_F16, 0, a, w, begin, end); break;
+    case LG_KV_INT8: pack_as(LG_KV_INT8, HAS_PAIRS, a, w, begin, end); break;
+    default: pack_as(LG_KV_FP8, HAS_PAIRS, a, w, begin, end);
+    }
+}
+
+#define PRODUCT(R, V)                                                                          \
+    case (R) * 8 + (V):                                                                        \
+        block_product(R, V, pairs, depth, x, x_stride, y, y_stride, scale, c, c_stride);       \
+        break;
+#if BLOCK_VECTORS == 4
+#define PRODUCTS(R) PRODUCT(R, 1) PRODUCT(R, 2) PRODUCT(R, 3) PRODUCT(R, 4)
+#else
+#define PRODUCTS(R) PRODUCT(R, 1)
+#endif
+#if BLOCK_ROWS == 6
+#define ALL_PRODUCTS \
+    PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4) PRODUCTS(5) PRODUCTS(6)
+#else
+#define ALL_PRODUCTS PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4)
+#endif
+
+/* c[rows][16 vectors], however many vectors. */
+LG_INLINE void product(int64_t rows, int64_t vectors, int pairs, int64_t depth, const uint32_t *x,
+                       int64_t x_stride, const uint32_t *y, int64_t y_stride, const float *scale,
+                       float *c, int64_t c_stride) {
+    for (; vectors > 0; vectors -= BLOCK_VECTORS) {
+        switch (rows * 8 + (vectors < BLOCK_VECTORS ? vectors : BLOCK_VECTORS)) {
+            ALL_PRODUCTS
+        default: __builtin_unreachable();
+        }
+        y += BLOCK_VECTORS * LG_LANES;
+        c += BLOCK_VECTORS * LG_LANES;
+    }
+}
+
+static void product_floats(int64_t rows, int64_t vectors, int64_t depth, const uint32_t *x,
+                           int64_t x_stride, const uint32_t *y, int64_t y_stride,
+                           const float *scale, float *c, int64_t c_stride) {
+    product(rows, vectors, 0, depth, x, x_stride, y, y_stride, scale, c, c_stride);
+}
+
+static void product_pairs(int64_t rows, int64_t vectors, int64_t depth, const uint32_t *x,
+                          int64_t x_stride, const uint32_t *y, int64_t y_stride,
+                          const float *scale, float *c, int64_t c_stride) {
+    product(rows, vectors, 1, depth, x, x_stride, y, y_stride, scale, c, c_stride);
+}
+
+static int32_t within_tile(int64_t key) {
+    return (int32_t)(key < 0 ? 0 : key > TILE_KEYS ? TILE_KEYS : key);
+}
+
+/* Scores of a block of rows to weights; updates their maxima and masses and gives in `decay` what
+ * the sums so far are worth now. Lanes that a row does not see get weight 0. */
+static void weigh(const lg_attention *a, workspace *w, int64_t start, int64_t row, int64_t rows,
+                  int64_t vectors, int paired, float *max, float *decay) {
+    const lg_i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float now[LG_LANES] = {}, before[LG_LANES] = {};
+    for (int64_t r = 0; r < rows; r++) {
+        const int32_t begin = within_tile(first_key(a, row + r) - start);
+        const int32_t end = within_tile(end_key(a, row + r) - start);
+        const int partly = begin > 0 || end < vectors * LG_LANES;
+        float *scores = w->scores + r * TILE_KEYS;
+        lg_f32x16 most = lg_splat(NO_SCORE);
+        for (int64_t v = 0; v < vectors; v++) {
+            lg_f32x16 s = lg_load(scores + v * LG_LANES) * a->scale;
+            if (a->k_scale != NULL) s *= lg_load(w->k_scale + v * LG_LANES);
+            if (partly) {
+                const lg_i32x16 place = lane + (int32_t)(v * LG_LANES);
+                s = lg_select((place >= begin) & (place < end), s, lg_splat(-INFINITY));
+            }
+            lg_store(scores + v * LG_LANES, s);
+            most = lg_max(s, most);
+        }
+        before[r] = max[r];
+        const float found = lg_largest_lane(most);
+        now[r] = max[r] = found > max[r] ? found : max[r];
+    }
+    lg_store(decay, lg_exp2(lg_load(before) - lg_load(now)));
+    for (int64_t r = 0; r < rows; r++) {
+        const float *scores = w->scores + r * TILE_KEYS;
+        float *lanes = w->lanes + (row + r) * LG_LANES;
+        lg_f32x16 mass = lg_load(lanes) * decay[r];
+        for (int64_t v = 0; v < vectors; v++) {
+            lg_f32x16 p = lg_exp2(lg_load(scores + v * LG_LANES) - now[r]);
+            mass += p;
+            if (a->v_scale != NULL) p *= lg_load(w->v_scale + v * LG_LANES);
+            if (paired)
+                lg_bf16_store((uint16_t *)(w->weights + r * TILE_KEYS) + v * LG_LANES, p);
+            else
+                lg_store((float *)w->weights + r * TILE_KEYS + v * LG_LANES, p);
+        }
+        lg_store(lanes, mass);
+    }
+}
+
+/* One block of rows over the tile at `start`, of which `end` keys are packed. */
+static void attend_block(const lg_attention *a, workspace *w, int64_t start, int64_t row,
+                         int64_t rows, lg_partial out) {
+    const int64_t begin = within_tile(first_key(a, row) - start);
+    const int64_t end = within_tile(end_key(a, row + rows - 1) - start);
+    if (begin >= end) return;
+    const int paired = is_paired(a->dtype);
+    const int64_t depth = paired ? a->head_dim / 2 : a->head_dim;
+    const int64_t vectors = (end + LG_LANES - 1) / LG_LANES;
+    float decay[LG_LANES];
+    (paired ? product_pairs : product_floats)(rows, vectors, depth, a->q + row * depth, depth,
+                                              w->keys, TILE_KEYS, NULL, w->scores, TILE_KEYS);
+    weigh(a, w, start, row, rows, vectors, paired, out.max + row, decay);
+    const int64_t step = paired ? 2 : 1, first = begin / step;
+    (paired ? product_pairs : product_floats)(
+        rows, a->width / LG_LANES, (end + step - 1) / step - first, w->weights + first, TILE_KEYS,
+        w->values + first * a->width, a->width, decay, out.sum + row * a->width, a->width);
+}
+
+void lg_attend_split(const lg_attention *a, int64_t split, lg_partial out, void *scratch) {
+    workspace *w = divide(scratch, a->rows, a->head_dim);
+    const int64_t split_end = (split + 1) * LG_SPLIT_KEYS;
+    const int64_t seen_begin = first_key(a, 0), seen_end = end_key(a, a->rows - 1);
+    for (int64_t i = 0; i < a->rows; i++) out.max[i] = NO_SCORE;
+    memset(out.sum, 0, (size_t)(a->rows * a->width) * sizeof(float));
+    memset(w->lanes, 0, (size_t)(a->rows * LG_LANES) * sizeof(float));
+    for (int64_t start = split * LG_SPLIT_KEYS; start < split_end; start += TILE_KEYS) {
+        const int64_t begin = seen_begin > start ? seen_begin : start;
+        const int64_t end = seen_end < start + TILE_KEYS ? seen_end : start + TILE_KEYS;
+        if (begin >= end) continue;
+        find_keys(a, w, start, begin, end);
+        pack(a, w, begin - start, end - start);
+        for (int64_t row = 0; row < a->rows; row += BLOCK_ROWS)
+            attend_block(a, w, start, row, a->rows - row < BLOCK_ROWS ? a->rows - row : BLOCK_ROWS,
+                         out);
+    }
+    for (int64_t i = 0; i < a->rows; i++) out.mass[i] = lg_sum(lg_load(w->lanes + i * LG_LANES));
+}
+
+void lg_merge_split(lg_partial into, lg_partial from, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float a = into.max[row], b = from.max[row], max = a > b ? a : b;
+        float both[LG_LANES] = {a - max, b - max}, decay[LG_LANES];
+        lg_store(decay, lg_exp2(lg_load(both)));
+        into.max[row] = max;
+        const lg_f32x16 old = lg_splat(decay[0]), new = lg_splat(decay[1]);
+        into.mass[row] = lg_fma(old, lg_splat(into.mass[row]), new * from.mass[row])[0];
+        for (int64_t d = 0; d < width; d += LG_LANES) {
+            float *sum = into.sum + row * width + d;
+            lg_store(sum, lg_fma(old, lg_load(sum), new * lg_load(from.sum + row * width + d)));
+        }
+    }
+}

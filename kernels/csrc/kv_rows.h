@@ -1,0 +1,101 @@
+/* kv_rows: the dtypes of KV pages, and sixteen elements of a row to floats and back. */
+#ifndef LEGATO_KV_ROWS_H
+#define LEGATO_KV_ROWS_H
+
+#include "vec.h"
+
+/* As kernels/kv_pages.py counts them. */
+enum { LG_KV_F32, LG_KV_BF16, LG_KV_F16, LG_KV_INT8, LG_KV_FP8, LG_KV_DTYPES };
+
+typedef uint8_t lg_u8x16 __attribute__((vector_size(16)));
+typedef int8_t lg_i8x16 __attribute__((vector_size(16)));
+
+LG_INLINE int64_t lg_kv_bytes(int dtype) {
+    return dtype == LG_KV_F32 ? 4 : dtype == LG_KV_BF16 || dtype == LG_KV_F16 ? 2 : 1;
+}
+
+/* mask ? a : b, lane by lane. */
+LG_INLINE lg_f32x16 lg_select(lg_i32x16 mask, lg_f32x16 a, lg_f32x16 b) {
+    return (lg_f32x16)(((lg_i32x16)a & mask) | ((lg_i32x16)b & ~mask));
+}
+
+/* To the nearest whole number, ties to even, for |v| < 2^31. No sum of v and a constant: the
+ * compiler would fuse it with the product before it. */
+LG_INLINE lg_i32x16 lg_round(lg_f32x16 v) {
+#if defined(__AVX512F__)
+    return (lg_i32x16)_mm512_cvtps_epi32((__m512)v);
+#else
+    lg_f32x16 whole;
+    for (int i = 0; i < LG_LANES; i++) whole[i] = nearbyintf(v[i]);
+    return __builtin_convertvector(whole, lg_i32x16);
+#endif
+}
+
+/* e4m3 without infinities: 4 bits of exponent (bias 7), 3 of mantissa; 0x7f is NaN. */
+LG_INLINE lg_f32x16 lg_fp8_load(const uint8_t *p) {
+    lg_u8x16 bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    lg_u32x16 bits = __builtin_convertvector(bytes, lg_u32x16), magnitude = bits & 0x7f;
+    lg_f32x16 normal = (lg_f32x16)((magnitude << 20) + (120u << 23));
+    lg_f32x16 small = __builtin_convertvector((lg_i32x16)magnitude, lg_f32x16) * 0x1p-9f;
+    lg_f32x16 v = lg_select((lg_i32x16)(magnitude < 8), small, normal);
+    lg_i32x16 nan = (lg_i32x16)(magnitude == 0x7f);
+    return (lg_f32x16)((lg_i32x16)v | (nan & 0x7fc00000) | (lg_i32x16)((bits & 0x80) << 24));
+}
+
+/* To the nearest, ties to even; beyond 464 it is NaN. */
+LG_INLINE void lg_fp8_store(uint8_t *p, lg_f32x16 v) {
+    lg_u32x16 bits = (lg_u32x16)v, sign = (bits >> 24) & 0x80;
+    bits &= 0x7fffffff;
+    lg_u32x16 normal = (bits - (120u << 23) + 0x7ffff + ((bits >> 20) & 1)) >> 20;
+    lg_u32x16 is_small = (lg_u32x16)(bits < (121u << 23));
+    lg_f32x16 small = (lg_f32x16)(bits & is_small) * 512.0f;
+    lg_u32x16 rounded = ((lg_u32x16)lg_round(small) & is_small) | (normal & ~is_small);
+    lg_u32x16 nan = (lg_u32x16)(bits >= (1087u << 20)); /* 480, as torch has it */
+    lg_u8x16 out = __builtin_convertvector((rounded & ~nan) | (nan & 0x7f) | sign, lg_u8x16);
+    memcpy(p, &out, sizeof out);
+}
+
+LG_INLINE lg_f32x16 lg_int8_load(const int8_t *p) {
+    lg_i8x16 bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, lg_f32x16);
+}
+
+LG_INLINE void lg_int8_store(int8_t *p, lg_f32x16 v) {
+    lg_i32x16 whole = lg_round(lg_min(lg_max(v, lg_splat(-127.0f)), lg_splat(127.0f)));
+    lg_i8x16 out = __builtin_convertvector(whole, lg_i8x16);
+    memcpy(p, &out, sizeof out);
+}
+
+/* Lanes [i, i + 16) of a row of which `left` elements are left at i; the others are 0 and not read. */
+LG_INLINE lg_f32x16 lg_kv_load(int dtype, const void *row, int64_t i, int64_t left) {
+    const char *p = (const char *)row + i * lg_kv_bytes(dtype);
+    char kept[LG_LANES * sizeof(float)] = {};
+    if (dtype == LG_KV_F32) return lg_load_n((const float *)p, left);
+    if (left < LG_LANES) {
+        memcpy(kept, p, (size_t)(left * lg_kv_bytes(dtype)));
+        p = kept;
+    }
+    if (dtype == LG_KV_BF16) return lg_bf16_load((const uint16_t *)p);
+    if (dtype == LG_KV_F16) return lg_f16_load((const uint16_t *)p);
+    if (dtype == LG_KV_INT8) return lg_int8_load((const int8_t *)p);
+    return lg_fp8_load((const uint8_t *)p);
+}
+
+LG_INLINE void lg_kv_store(int dtype, void *row, int64_t i, lg_f32x16 v, int64_t left) {
+    char *p = (char *)row + i * lg_kv_bytes(dtype);
+    char kept[LG_LANES * sizeof(float)];
+    if (dtype == LG_KV_F32) {
+        lg_store_n((float *)p, v, left);
+        return;
+    }
+    char *to = left < LG_LANES ? kept : p;
+    if (dtype == LG_KV_BF16) lg_bf16_store((uint16_t *)to, v);
+    if (dtype == LG_KV_F16) lg_f16_store((uint16_t *)to, v);
+    if (dtype == LG_KV_INT8) lg_int8_store((int8_t *)to, v);
+    if (dtype == LG_KV_FP8) lg_fp8_store((uint8_t *)to, v);
+    if (left < LG_LANES) memcpy(p, kept, (size_t)(left * lg_kv_bytes(dtype)));
+}
+
+#endif

@@ -1,0 +1,78 @@
+"""ForwardPass: a batch on its way through a model, and the buffers that all layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from legato.kernels.rows import take_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from legato.worker.forward import ForwardBatch
+    from legato.worker.kv.cache import KvCache
+    from legato.worker.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Made once a forward; nothing else is allocated on the way, so that it can be recorded as a
+    list of kernels and run again.
+    """
+
+    batch: ForwardBatch
+    cache: KvCache
+    residual: Tensor  # [T, hidden_size]
+    hidden: Tensor  # [T, hidden_size], what a block reads, and then what it adds to the residual
+    qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    attended: Tensor  # [T, num_heads, head_dim]
+    inner: Tensor  # [T, intermediate_size, twice that where it is gated]
+    activated: Tensor  # [T, intermediate_size]; of an MLP without gate: inner itself
+    last: Tensor  # [R, hidden_size], rows whose logits are wanted
+    logits: Tensor  # [R, vocab_size] fp32
+
+    @classmethod
+    def begin(
+        cls,
+        config: ModelConfig,
+        batch: ForwardBatch,
+        cache: KvCache,
+        dtype: torch.dtype,
+        *,
+        gated: bool = True,
+    ) -> ForwardPass:
+        """`dtype` is that of the activations, `gated` says what MLP the model has."""
+        num_tokens, num_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
+        device = batch.token_ids.device
+
+        def buffer(*shape: int) -> Tensor:
+            return batch.empty(*shape, dtype=dtype, device=device)
+
+        num_heads = config.num_heads + 2 * config.num_kv_heads
+        inner = buffer(num_tokens, config.intermediate_size * (2 if gated else 1))
+        return cls(
+            batch=batch,
+            cache=cache,
+            residual=buffer(num_tokens, config.hidden_size),
+            hidden=buffer(num_tokens, config.hidden_size),
+            qkv=buffer(num_tokens, num_heads * config.head_dim),
+            attended=buffer(num_tokens, config.num_heads, config.head_dim),
+            inner=inner,
+            activated=buffer(num_tokens, config.intermediate_size) if gated else inner,
+            last=buffer(num_rows, config.hidden_size),
+            logits=batch.empty(num_rows, config.vocab_size, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def wants_logits(self) -> bool:
+        """False for a chunk in the middle of a prompt."""
+        return self.last.shape[0] > 0
+
+    def take_last(self, *, add_hidden: bool) -> None:
+        """Fills `last`; `hidden` is what the last block has yet to add to the residual."""
+        take_rows(self.residual, self.batch.logit_rows, self.last)
+        if add_hidden:
+            take_rows(self.hidden, self.batch.logit_rows, self.last, add=True)
