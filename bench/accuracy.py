@@ -25,7 +25,7 @@ from legato.cluster.text.model_text import ModelText
 from legato.kernels.attention_plan import AttentionPlan
 from legato.worker.config import WorkerConfig
 from legato.worker.forward import ForwardBatch
-from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.kv.cache import KvCache, KvShape, choose_kv_dtype
 from legato.worker.loading import load_model
 from legato.worker.weights.source import resolve_model
 
@@ -54,7 +54,10 @@ class Accuracy:
 
 
 def worker_config(model: str, form: str, num_threads: int | None) -> WorkerConfig:
-    """`form` is a dtype, a value of --weights, or both: int4-g64+bfloat16."""
+    """`form` is a dtype, a value of --weights, or both, and after a slash a value of --kv-cache:
+    bfloat16, int8, int4-g64+bfloat16, float32/fp8.
+    """
+    form, _, kv_cache = form.partition("/")
     weights, _, dtype = form.partition("+")
     if weights in DTYPES:
         weights, dtype = "auto", weights
@@ -63,18 +66,20 @@ def worker_config(model: str, form: str, num_threads: int | None) -> WorkerConfi
         role="prefill",
         dtype=dtype or "float32",
         weights=weights,
+        kv_cache=kv_cache or "auto",
         num_threads=num_threads,
     )
 
 
-def log_probabilities(loaded: LoadedModel, windows: Sequence[Sequence[int]]) -> list[Tensor]:
+def log_probabilities(
+    loaded: LoadedModel, windows: Sequence[Sequence[int]], kv_cache: str = "auto"
+) -> list[Tensor]:
     """For each window [T] the logarithms of the distribution after each token but the last,
     [T - 1, vocab_size] fp32 on the CPU.
     """
     config = loaded.model.config
-    shape = KvShape(
-        config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, loaded.dtype
-    )
+    kv_dtype = choose_kv_dtype(kv_cache, loaded.dtype)
+    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, kv_dtype)
     results = []
     for tokens in windows:
         num_tokens = len(tokens)
@@ -137,8 +142,9 @@ def measure(model: str, forms: Sequence[str], window: int, num_threads: int | No
     windows = windows_of(tokens, window)
     reference: list[Tensor] | None = None
     for form in (REFERENCE, *forms):
-        loaded = load_model(worker_config(model, form, num_threads))
-        found = log_probabilities(loaded, windows)
+        config = worker_config(model, form, num_threads)
+        loaded = load_model(config)
+        found = log_probabilities(loaded, windows, config.kv_cache)
         reference = found if reference is None else reference
         result = compare(form, loaded.weights, windows, found, reference)
         fields = {name: _rounded(value) for name, value in asdict(result).items()}
@@ -161,7 +167,7 @@ def main() -> int:
         "--form",
         action="append",
         default=[],
-        help="a dtype, a value of --weights, or both: int8+bfloat16",
+        help="a dtype, a value of --weights, or both, and a value of --kv-cache: int8+bfloat16/fp8",
     )
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=None)

@@ -16,11 +16,11 @@ import torch
 
 from legato.bench.model_cost import ModelCost
 from legato.bench.workload import RequestTimes
-from legato.worker.batch import build_batch
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.lifecycle import Lifecycle
 from legato.worker.loading import load_model
+from legato.worker.model_runner import ModelRunner
 from legato.worker.node import WorkerNode
 from legato.worker.sampler import SamplingRow, launch_sample, sample
 from legato.worker.sampling_params import SamplingParams
@@ -104,6 +104,7 @@ class BareEngine:
         self.model, self.dtype, self.device = loaded.model, loaded.dtype, loaded.device
         self._chunk_tokens = config.prefill_chunk_tokens
         self._cache, self._pool = node.cache, node.pool
+        self._runner = ModelRunner(loaded.model, node.cache, loaded.device, config.max_batch_size)
         self.cost = ModelCost.of(self.model, node.cache.shape.bytes_per_token)
 
     @torch.inference_mode()
@@ -153,8 +154,7 @@ class BareEngine:
     ) -> tuple[list[Sequence], float]:
         """Runs and commits; ended requests leave. Returns those that go on, and the seconds."""
         started_s = time.perf_counter()
-        batch = build_batch(step, self._cache.shape.block_size, self.device)
-        logits = self.model.forward(batch, self._cache)
+        logits = self._runner.forward(step)
         sampling = [part.sequence for part in step.parts if part.samples]
         sampled = sample(logits, [_row(sequence) for sequence in sampling]) if sampling else []
         scheduler.commit(step)

@@ -25,7 +25,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor like `torch.empty`'s on the CPU, 64-byte aligned.
 
     Tensors are cut from chunks of 32 MB, so that small ones share huge pages; a chunk is given back
-    when the last tensor in it is gone, and no part of it is dealt out twice. Where the system has no huge pages, pages are small.
+    when the last tensor in it is gone, and no part of it is dealt out twice. Where the system has
+    no huge pages, pages are small.
     """
     global _chunk
     num_bytes = prod(shape) * dtype.itemsize

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from legato.kernels.kv_pages import plain
+
 if TYPE_CHECKING:
     from legato.kernels.kv_pages import KvPages
 
 
 def kv_pack(pages: KvPages, slots: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gathers rows, contiguous and independent of blocks, in the pages' dtype.
-
-    torch's gather serves CPU and CUDA alike: it is a copy at memory speed on both.
 
     Args:
         pages: of one layer.
@@ -24,6 +24,14 @@ def kv_pack(pages: KvPages, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         Rows [2 (K, V), n, num_kv_heads, head_dim], and for 8-bit pages their scales
         [2, n, num_kv_heads] fp32, else None.
     """
+    if pages.k.is_cuda:
+        from legato.kernels import kv_pack_triton
+
+        data = pages.k.new_empty((2, slots.shape[0], *pages.k.shape[1:]))
+        scales = None if pages.k_scale is None else pages.k_scale.new_empty(data.shape[:3])
+        kv_pack_triton.kv_pack(pages, slots, data, scales)
+        return data, scales
+    # torch's gather is a copy at memory speed.
     return _gather(pages.k, pages.v, slots), (
         None
         if pages.k_scale is None or pages.v_scale is None
@@ -40,12 +48,19 @@ def kv_unpack(data: Tensor, scales: Tensor | None, pages: KvPages, slots: Tensor
     _check(data, "data", slots, pages.k)
     if (scales is None) != (pages.k_scale is None):
         raise ValueError(f"pages of {pages.dtype}: exactly 8-bit rows come with scales")
-    if scales is not None and pages.k_scale is not None and pages.v_scale is not None:
+    if scales is not None and pages.k_scale is not None:
         _check(scales, "scales", slots, pages.k_scale)
+    if pages.k.is_cuda:
+        from legato.kernels import kv_pack_triton
+
+        kv_pack_triton.kv_unpack(data, scales, pages, slots)
+        return
+    if scales is not None and pages.k_scale is not None and pages.v_scale is not None:
         pages.k_scale.index_copy_(0, slots, scales[0])
         pages.v_scale.index_copy_(0, slots, scales[1])
-    pages.k.index_copy_(0, slots, data[0])
-    pages.v.index_copy_(0, slots, data[1])
+    data = plain(data)
+    plain(pages.k).index_copy_(0, slots, data[0])
+    plain(pages.v).index_copy_(0, slots, data[1])
 
 
 def _gather(k: Tensor, v: Tensor, slots: Tensor) -> Tensor:

@@ -18,6 +18,11 @@ NATIVE_DTYPES = {
 }
 
 
+def plain(rows: Tensor) -> Tensor:
+    """8-bit rows as bytes: torch cannot write fp8 by index."""
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+
+
 @dataclass(frozen=True)
 class KvPages:
     """Slot = block id * block size + offset in the block.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels import native
-from legato.kernels.kv_pages import NATIVE_DTYPES
+from legato.kernels.kv_pages import NATIVE_DTYPES, plain
 from legato.kernels.kv_quantize import quantize_rows
 from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
 
@@ -40,8 +40,8 @@ def kv_scatter(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
             rows.index_copy_(0, slots, new.to(rows.dtype))
         else:
             quantized, new_scales = quantize_rows(new, rows.dtype)
-            rows[slots] = quantized
-            scales[slots] = new_scales
+            plain(rows).index_copy_(0, slots, plain(quantized))
+            scales.index_copy_(0, slots, new_scales)
 
 
 def _launch_native(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:

@@ -160,25 +160,34 @@ def _function(name: str) -> int:
     return address
 
 
+def levels() -> list[str]:
+    """The levels that were built and that this CPU can run, best first."""
+    features = _cpu_features()
+    return [name for name, needed in _LEVELS if needed <= features and _file(name).exists()]
+
+
+def _file(level_name: str) -> Path:
+    return Path(__file__).with_name(f"native_{level_name}{EXTENSION_SUFFIXES[0]}")
+
+
 @cache
 def _library() -> tuple[str, ctypes.CDLL] | None:
-    features = _cpu_features()
+    names = levels()
     wanted = os.environ.get("LEGATO_CPU_LEVEL")
-    for name, needed in _LEVELS:
-        if wanted not in (None, name):
-            continue
-        file = Path(__file__).with_name(f"native_{name}{EXTENSION_SUFFIXES[0]}")
-        if needed <= features and file.exists():
-            library = ctypes.CDLL(str(file))
-            library.lg_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-            library.lg_run.restype = None
-            library.lg_op_size.restype = ctypes.c_int64
-            if library.lg_op_size() != _LAYOUT.size:
-                raise ImportError(f"{file} was built from other sources; install legato again")
-            return name, library
     if wanted is not None:
-        raise ImportError(f"LEGATO_CPU_LEVEL={wanted}: not built, or not for this CPU")
-    return None
+        if wanted not in names:
+            raise ImportError(f"LEGATO_CPU_LEVEL={wanted}: this CPU and build have {names}")
+        names = [wanted]
+    if not names:
+        return None
+    file = _file(names[0])
+    library = ctypes.CDLL(str(file))
+    library.lg_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    library.lg_run.restype = None
+    library.lg_op_size.restype = ctypes.c_int64
+    if library.lg_op_size() != _LAYOUT.size:
+        raise ImportError(f"{file} was built from other sources; install legato again")
+    return names[0], library
 
 
 def _cpu_features() -> set[str]:

@@ -236,4 +236,5 @@ def steps(dim_tile: int, element_size: int, row_size: int) -> tuple[int, int, in
         return 64 if dim_tile <= 128 else 32, 4, 5
     # No tensor cores: "ieee" products run as FMAs out of registers. Converted rows that come
     # through the pipeline are held there whole: no stages.
-    return 32 if dim_tile <= 128 else 16, 4 if dim_tile <= 128 else 8, 1 if row_size == 1 else 5
+    num_stages = 1 if row_size < 4 else 5
+    return 32 if dim_tile <= 128 else 16, 4 if dim_tile <= 64 else 8, num_stages

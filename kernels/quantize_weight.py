@@ -47,7 +47,7 @@ def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> Quanti
 
     Several clipped ranges are tried. For the levels that a range gives, scale and offset come from
     a least-squares fit; twice, and the best is kept. On SmolLM2 that leaves 0.76 of the squared
-    error that the plain range leaves.
+    error that the plain range leaves. Scales and offsets are fp16 numbers wherever that is as good.
 
     Args:
         weight: any float dtype.
@@ -78,6 +78,8 @@ def quantize_int4(weight: Tensor, group_size: int, *, symmetric: bool) -> Quanti
                     continue
                 x = weight[start:stop, first:last].reshape(stop - start, -1, size)
                 scale, offset = (_fit_symmetric if symmetric else _fit_affine)(x)
+                scale = _to_half(scale, torch.zeros_like(scale))
+                offset = -8 * scale if symmetric else _to_half(offset, scale.abs() * 2**-8)
                 q = _levels(x, scale, offset).flatten(1).to(torch.uint8)
                 values[start:stop, first // 2 : last // 2] = q[:, ::2] | q[:, 1::2] << 4
                 at = slice(first // group_size, -(-last // group_size))
@@ -111,6 +113,12 @@ def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
 
 def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
+
+
+def _to_half(x: Tensor, allowed: Tensor) -> Tensor:
+    """To fp16, which takes half the memory, where that moves x by no more than `allowed`."""
+    half = x.half().float()
+    return torch.where((half - x).abs() <= torch.maximum(allowed, x.abs() * 2**-11), half, x)
 
 
 def _levels(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:

@@ -11,6 +11,8 @@
 /* Query rows of a prefill task: enough that packing a tile of keys costs little beside them. */
 #define PREFILL_ROWS 256
 #define MOST_PREFILL_TOKENS 128
+/* With fewer decode tasks a thread than this, KV heads are tasks of their own. */
+#define FEW_TASKS 2
 
 enum { N_SEQUENCES, N_HEADS, N_KV_HEADS, N_HEAD_DIM, N_DTYPE, N_BLOCK_SIZE, N_TABLE_STRIDE,
        N_Q_STRIDE, N_WINDOW };
@@ -95,28 +97,39 @@ static void clear(const lg_op *op, int64_t s) {
     memset((float *)op->p[P_OUT] + s * width, 0, (size_t)width * sizeof(float));
 }
 
-/* Tasks (sequence, split, KV head), the partials to `partials`; one split alone is finished. */
+/* Tasks (sequence, split), or with few of them (sequence, split, KV head): the partials to
+ * `partials`; one split alone is finished. All heads of a token lie side by side, and memory is
+ * read fastest in order: a task of all heads reads it so. */
 static void decode_splits(const lg_op *op, lg_team *team, task_memory memory, float *partials,
                           int64_t total) {
     const int64_t kv_heads = op->n[N_KV_HEADS], group = op->n[N_HEADS] / kv_heads;
-    int64_t s = 0, before = 0; /* tasks of the sequences before s */
-    for (int64_t task; (task = lg_take(team, 0, total)) >= 0;) {
+    const int all_heads = total >= FEW_TASKS * team->size;
+    const int64_t heads = all_heads ? kv_heads : 1;
+    int64_t s = 0, before = 0; /* splits of the sequences before s */
+    for (int64_t task; (task = lg_take(team, 0, total * kv_heads / heads)) >= 0;) {
+        const int64_t place = task * heads / kv_heads, first_head = task * heads % kv_heads;
         int64_t splits;
-        while (task - before >= (splits = num_splits(op, s)) * kv_heads) {
-            before += splits * kv_heads;
+        while (place - before >= (splits = num_splits(op, s))) {
+            before += splits;
             s++;
         }
-        lg_attention a = describe(op, s, (task - before) % kv_heads, context_len(op, s) - 1, 1);
-        if (splits == 1) {
-            attend(op, &a, s, memory);
-            continue;
+        for (int64_t head = first_head; head < first_head + heads; head++) {
+            lg_attention a = describe(op, s, head, context_len(op, s) - 1, 1);
+            const int64_t split = lg_first_split(&a) + place - before;
+            if (head == first_head) lg_prefetch_split(&a, split, all_heads);
+            if (splits == 1) {
+                attend(op, &a, s, memory);
+                continue;
+            }
+            const int64_t floats = lg_partial_floats(group, a.width);
+            const float *q = (const float *)op->p[P_Q] + s * op->n[N_Q_STRIDE] +
+                             a.kv_head * group * a.head_dim;
+            lg_gather_queries(&a, q, op->n[N_Q_STRIDE], memory.rest);
+            lg_attend_split(&a, split,
+                            lg_partial_at(partials + (place * kv_heads + head) * floats, group,
+                                          a.width),
+                            memory.rest);
         }
-        const int64_t floats = lg_partial_floats(group, a.width);
-        const float *q = (const float *)op->p[P_Q] + s * op->n[N_Q_STRIDE] +
-                         a.kv_head * group * a.head_dim;
-        lg_gather_queries(&a, q, op->n[N_Q_STRIDE], memory.rest);
-        lg_attend_split(&a, lg_first_split(&a) + (task - before) / kv_heads,
-                        lg_partial_at(partials + task * floats, group, a.width), memory.rest);
     }
 }
 
@@ -153,10 +166,10 @@ LG_API void lg_paged_decode(const lg_op *op, lg_team *team) {
     int64_t total = 0, most = 0;
     for (int64_t s = 0; s < op->n[N_SEQUENCES]; s++) {
         const int64_t splits = num_splits(op, s);
-        total += splits * kv_heads;
+        total += splits;
         most = splits > most ? splits : most;
     }
-    const int64_t bytes = total * lg_partial_floats(group, width) * 4;
+    const int64_t bytes = total * kv_heads * lg_partial_floats(group, width) * 4;
     task_memory memory = reserve(team, group, op->n[N_HEAD_DIM]);
     if (bytes <= MOST_PARTIAL_BYTES) {
         float *partials = most > 1 ? lg_team_scratch(team, (size_t)bytes) : NULL;

@@ -7,6 +7,8 @@
 /* Finite, so that the difference of two of them is 0; far below any score. */
 #define NO_SCORE (-1e30f)
 
+
+
 int64_t lg_partial_floats(int64_t rows, int64_t width) {
     return 2 * lg_round_up(rows, LG_LANES) + rows * width;
 }
@@ -227,6 +229,38 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
     (paired ? product_pairs : product_floats)(
         rows, a->width / LG_LANES, (end + step - 1) / step - first, w->weights + first, TILE_KEYS,
         w->values + first * a->width, a->width, decay, out.sum + row * a->width, a->width);
+}
+
+/* Loads, not prefetch instructions: only those start the hardware's streams, which have many more
+ * lines under way than a core's own requests. */
+static void touch(const char *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) (void)*(const volatile char *)(p + i);
+}
+
+static void touch_pages(const lg_attention *a, const char *pages, int64_t position, int64_t end,
+                        int all_heads) {
+    const int64_t head = a->head_dim * lg_kv_bytes(a->dtype), row = a->num_kv_heads * head;
+    while (position < end) {
+        const int64_t within = position % a->block_size;
+        const int64_t slot = a->blocks[position / a->block_size] * a->block_size + within;
+        int64_t count = a->block_size - within;
+        count = count < end - position ? count : end - position;
+        position += count;
+        const char *start = pages + slot * row;
+        if (all_heads)
+            touch(start, count * row);
+        else
+            for (int64_t i = 0; i < count; i++) touch(start + i * row + a->kv_head * head, head);
+    }
+}
+
+void lg_prefetch_split(const lg_attention *a, int64_t split, int all_heads) {
+    const int64_t first = first_key(a, 0), last = end_key(a, a->rows - 1);
+    int64_t begin = split * LG_SPLIT_KEYS, end = begin + LG_SPLIT_KEYS;
+    begin = begin > first ? begin : first;
+    end = end < last ? end : last;
+    touch_pages(a, a->k, begin, end, all_heads);
+    touch_pages(a, a->v, begin, end, all_heads);
 }
 
 void lg_attend_split(const lg_attention *a, int64_t split, lg_partial out, void *scratch) {

@@ -42,6 +42,10 @@ int64_t lg_attention_scratch(int64_t rows, int64_t head_dim);
  * side by side. Sets a->q to memory in `scratch`. */
 void lg_gather_queries(lg_attention *a, const float *q, int64_t token_stride, void *scratch);
 
+/* Asks for the pages of a split before they are needed: those of the row's own KV head, or of all
+ * heads, which lie side by side. */
+void lg_prefetch_split(const lg_attention *a, int64_t split, int all_heads);
+
 /* Split `split` into `out`. */
 void lg_attend_split(const lg_attention *a, int64_t split, lg_partial out, void *scratch);
 

@@ -2,7 +2,7 @@
 #include "gemm.h"
 
 /* Up to so many elements of x each thread prepares for itself: that is quicker than two barriers. */
-#define OWN_ELEMENTS 32768
+#define OWN_ELEMENTS 8192
 /* Panels of a task stay in the second-level cache while its rows stream past them. */
 #define CACHED_BYTES (384 * 1024)
 /* What a task reads where there is one tile only: enough to pay for its lg_take. */

@@ -8,6 +8,8 @@
  */
 #include "gemm.h"
 
+#define PREFETCH_BYTES 2048
+
 enum { SCALES_F32 = 0, SCALES_F16 = 2 };
 enum { OFFSETS_NONE, OFFSETS_ZERO_POINTS, OFFSETS_F16, OFFSETS_F32 };
 
@@ -22,54 +24,58 @@ typedef struct {
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 
-LG_INLINE int32_t largest(lg_i32x16 v) {
+/* The largest magnitude of a group; infinity or a NaN where it holds one. */
+LG_INLINE float magnitude(const float *x, int64_t n) {
+    /* As whole numbers, magnitudes are in the same order, and a NaN is the largest. */
+    int32_t best = 0;
 #if defined(__AVX512F__)
-    return _mm512_reduce_max_epi32((__m512i)v);
+    __m512i lanes = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += LG_LANES) {
+        const lg_i32x16 bits = (lg_i32x16)lg_load_n(x + i, n - i) & 0x7fffffff;
+        lanes = _mm512_max_epi32(lanes, (__m512i)bits);
+    }
+    best = _mm512_reduce_max_epi32(lanes);
 #else
-    int32_t x[LG_LANES], best;
-    memcpy(x, &v, sizeof v);
-    best = x[0];
-    for (int i = 1; i < LG_LANES; i++) best = x[i] > best ? x[i] : best;
-    return best;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        best = bits > best ? bits : best;
+    }
 #endif
+    float result;
+    memcpy(&result, &best, sizeof result);
+    return result;
 }
 
-LG_INLINE int32_t total(lg_i32x16 v) {
+/* 1.5 * 2^23: x + MAGIC rounds x to a whole number, and its lowest bits are that number's. */
+#define MAGIC 12582912.0f
+#define MAGIC_BITS 0x4b400000u
+
+/* Sixteen values, in the order in which a weight's word holds them: for q4 the even k of eight,
+ * which are in the low nibbles of its four bytes, then the odd ones. */
+LG_INLINE i8x16 round_to_bytes(int bits, lg_f32x16 v, lg_u32x16 *sum) {
+    const lg_u32x16 whole = (lg_u32x16)(v + MAGIC);
+    *sum += whole - MAGIC_BITS;
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_epi32((__m512i)v);
+    /* (gcc 12 makes single bytes of a __builtin_convertvector to them.) */
+    const i8x16 bytes = (i8x16)_mm512_cvtepi32_epi8((__m512i)whole);
 #else
-    int32_t x[LG_LANES], sum = 0;
+    const i8x16 bytes = __builtin_convertvector(whole, i8x16);
+#endif
+    if (bits == 8) return bytes;
+    return __builtin_shuffle(bytes, (i8x16){0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
+}
+
+LG_INLINE uint32_t total(lg_u32x16 v) {
+#if defined(__AVX512F__)
+    return (uint32_t)_mm512_reduce_add_epi32((__m512i)v);
+#else
+    uint32_t x[LG_LANES], sum = 0;
     memcpy(x, &v, sizeof v);
     for (int i = 0; i < LG_LANES; i++) sum += x[i];
     return sum;
 #endif
-}
-
-/* The largest magnitude of a group; infinity or a NaN where it holds one. */
-LG_INLINE float magnitude(const float *x, int64_t n) {
-    lg_i32x16 best = {};
-    for (int64_t i = 0; i < n; i += LG_LANES) {
-        /* As whole numbers, magnitudes are in the same order, and a NaN is the largest. */
-        lg_i32x16 bits = (lg_i32x16)lg_load_n(x + i, n - i) & 0x7fffffff;
-        lg_i32x16 more = bits > best;
-        best = (bits & more) | (best & ~more);
-    }
-    const int32_t bits = largest(best);
-    float result;
-    memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-/* Sixteen values, in the order in which a weight's word holds them: for q4 the even k of eight,
- * which are in the low nibbles of its four bytes, then the odd ones. */
-LG_INLINE i8x16 round_to_bytes(int bits, lg_f32x16 v, lg_i32x16 *sum) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    v = lg_min(lg_max(v, lg_splat(-127.0f)), lg_splat(127.0f)) + magic - magic;
-    lg_i32x16 whole = __builtin_convertvector(v, lg_i32x16);
-    *sum += whole;
-    i8x16 bytes = __builtin_convertvector(whole, i8x16);
-    if (bits == 8) return bytes;
-    return __builtin_shuffle(bytes, (i8x16){0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
 }
 
 /* To lines of 64 bytes [depth / 64][rows][64]; then the scales [activation groups][rows] fp32, then
@@ -89,19 +95,18 @@ LG_INLINE void prepare(int bits, const lg_gemm *g, const quantization *q, int64_
             const int empty = most < 1e-30f;
             const float scale = empty ? 0.0f : most < INFINITY ? most / 127.0f : NAN;
             const float inverse = empty ? 0.0f : 127.0f / most;
-            lg_i32x16 sum = {};
+            lg_u32x16 sum = {};
             for (int64_t k = first; k < last; k += LG_LANES) {
                 i8x16 bytes = round_to_bytes(bits, lg_load_n(x + k, last - k) * inverse, &sum);
                 uint8_t *place = to + k / LG_LINE * rows * LG_LINE + r * LG_LINE + k % LG_LINE;
                 memcpy(place, &bytes, last - k < LG_LANES ? 8 : 16);
             }
             scales[group * rows + r] = scale;
-            const int32_t whole = total(sum), start = -q->zero * whole;
-            const float part = scale * (float)whole;
+            const uint32_t whole = total(sum), start = 0u - (uint32_t)q->zero * whole;
             if (q->offset_type == OFFSETS_NONE)
                 memcpy(sums + group * rows + r, &start, sizeof start);
             else
-                sums[group * rows + r] = part;
+                sums[group * rows + r] = scale * (float)(int32_t)whole;
         }
     }
 }
@@ -137,6 +142,8 @@ LG_INLINE void step(int bits, int rows, const uint8_t *a, const uint8_t *b,
 #pragma GCC unroll 4
     for (int v = 0; v < LG_PARTS; v++) {
         low[v] = lg_ivec_load(b + v * LG_WIDTH * 4);
+        /* With few rows the hardware's prefetchers are better, and with 8 bits always. */
+        if (bits == 4 && rows >= 4) __builtin_prefetch(b + v * LG_WIDTH * 4 + PREFETCH_BYTES);
         if (bits == 4) {
             high[v] = low[v] >> 4 & 0x0f0f0f0f;
             low[v] &= 0x0f0f0f0f;
@@ -162,10 +169,14 @@ LG_INLINE lg_fvec load_float(const uint8_t *p, int64_t at, int is_half) {
 LG_INLINE lg_fvec load_offset(const quantization *q, int64_t at, lg_fvec scale) {
     if (q->offset_type != OFFSETS_ZERO_POINTS)
         return load_float(q->offsets, at, q->offset_type == OFFSETS_F16);
-    typedef uint8_t bytes __attribute__((vector_size(LG_WIDTH)));
-    bytes zeros;
-    memcpy(&zeros, q->offsets + at, sizeof zeros);
-    return -scale * __builtin_convertvector(__builtin_convertvector(zeros, lg_ivec), lg_fvec);
+#if defined(__AVX512F__)
+    const __m128i zeros = _mm_loadu_si128((const __m128i *)(q->offsets + at));
+    return -scale * (lg_fvec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(zeros));
+#else
+    lg_fvec zeros;
+    for (int i = 0; i < LG_WIDTH; i++) zeros[i] = (float)q->offsets[at + i];
+    return -scale * zeros;
+#endif
 }
 
 LG_INLINE void multiply(int bits, int rows, const lg_gemm *g, const quantization *q, int64_t row,

@@ -128,6 +128,12 @@ LG_INLINE void fit_symmetric(const group *g, float *scale, float *offset) {
     *offset = -8.0f * *scale;
 }
 
+/* To fp16, which takes half the memory, where that moves x by no more than `allowed`. */
+LG_INLINE float to_half(float x, float allowed) {
+    const float half = (float)(_Float16)x;
+    return fabsf(half - x) <= fmaxf(allowed, fabsf(x) * 0x1p-11f) ? half : x;
+}
+
 /* n: rows, width (a multiple of 8), group size (at most 128), symmetric;
  * p: weight fp32, values [rows, width / 2], scales [rows, groups], offsets. */
 LG_API void lg_quantize_4bit(const lg_op *op, lg_team *team) {
@@ -147,6 +153,8 @@ LG_API void lg_quantize_4bit(const lg_op *op, lg_team *team) {
                 fit_symmetric(&g, &scale, &offset);
             else
                 fit_affine(&g, &scale, &offset);
+            scale = to_half(scale, 0.0f);
+            offset = symmetric ? -8.0f * scale : to_half(offset, fabsf(scale) * 0x1p-8f);
             ((float *)op->p[2])[row * groups + j] = scale;
             ((float *)op->p[3])[row * groups + j] = offset;
             const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;

@@ -64,10 +64,24 @@ AOT_CASES = [
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    return compile_file(Path(__file__), tmp_path_factory.mktemp("aot"))
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("aot")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache: Path) -> list[Compiled]:
+    return compile_file(Path(__file__), cache)
 
 
 @pytest.mark.parametrize("case", chosen(AOT_CASES), ids=str)
 def test_kernels_compile_and_fit(case: AotCase, compiled: list[Compiled]) -> None:
     check(case, compiled)
+
+
+def test_no_product_is_fused_with_the_sum_that_rounds_it(
+    cache: Path, compiled: list[Compiled]
+) -> None:
+    assert compiled
+    sources = [path.read_text() for path in cache.rglob("_move_kernel.ptx")]
+    assert any("div.rn.f32" in source for source in sources)
+    assert not any("fma." in source for source in sources)

@@ -9,6 +9,7 @@ import torch
 from kernel_paths import DEVICE, assert_same, random
 from torch import Tensor
 
+from legato.kernels import kv_pack as public
 from legato.kernels.kv_pack_triton import kv_pack, kv_unpack
 from legato.kernels.kv_pages import QUANTIZED_DTYPES, KvPages
 from legato.kernels.kv_quantize import dequantize_rows, quantize_rows
@@ -111,6 +112,18 @@ def test_one_dtype_travels_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(as_bytes(data[1]), as_bytes(pages.v)[slots.cpu()])
     if scale is not None and scales is not None:
         assert torch.equal(scales[0], scale[slots])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU the public op does not come here")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_public_op_on_a_gpu(dtype: torch.dtype) -> None:
+    pages, landed = make_pages(dtype, 8, 1), make_pages(dtype, 8, 5)
+    slots = torch.tensor([7, 0, 3], device=DEVICE)
+    data, scales = public.kv_pack(pages, slots)
+    assert (scales is None) == (dtype not in QUANTIZED_DTYPES)
+    public.kv_unpack(data, scales, landed, slots)
+    assert torch.equal(as_bytes(landed.k)[slots.cpu()], as_bytes(pages.k)[slots.cpu()])
+    assert torch.equal(as_bytes(landed.v)[slots.cpu()], as_bytes(pages.v)[slots.cpu()])
 
 
 def test_no_rows() -> None:

@@ -74,12 +74,14 @@ def test_a_nan_stays_one(dtype: torch.dtype) -> None:
         torch.testing.assert_close(pages.k_scale, scales, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(not native.available(), reason="the C kernels are not compiled")
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize("head_dim", [50, 48, 6])
-def test_scatter_in_c_writes_torchs_bits_and_nothing_else(
-    dtype: torch.dtype, head_dim: int
+def test_scatter_writes_torchs_bits_and_nothing_else(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch, *, portable: bool
 ) -> None:
+    if portable:
+        monkeypatch.setattr(native, "available", lambda: False)
     generator = torch.Generator().manual_seed(1)
     k = rows_of_all_sizes()[..., :head_dim]
     num_tokens = k.shape[0]

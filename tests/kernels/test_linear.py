@@ -54,3 +54,70 @@ def test_packing_keeps_every_element(size_in: int, dtype: torch.dtype) -> None:
         assert torch.equal(out, weight[indices].float() * 2)
         take_rows(pack, indices, out, add=True)
         assert torch.equal(out, weight[indices].float() * 2 + weight[indices].float())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_with_strides_is_written_or_added_to_and_nothing_beside_it(dtype: torch.dtype) -> None:
+    weight = torch.randn(70, 40).to(dtype)
+    x, bias = torch.randn(15, 40), torch.randn(70)
+    frame = torch.full((17, 80), 3.0)
+    out = frame[1:16, 5:75]
+    pack = packed(weight)
+    linear(x, pack, bias, out)
+    assert torch.equal(out, linear(x, pack, bias))
+    linear(x, pack, bias, out, accumulate=True)
+    twice = 2 * linear(x, pack, bias)
+    torch.testing.assert_close(out, twice, rtol=1e-4, atol=1e-4)
+    out.fill_(3.0)
+    assert (frame == 3.0).all()
+
+
+@needs_native
+def test_more_rows_than_one_operation_takes() -> None:
+    weight, x = torch.randn(5, 16), torch.randn(2 * 2048 + 3, 16)
+    result = linear(x, pack_weight(weight))
+    torch.testing.assert_close(result, x @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+def test_weights_of_any_stride_are_packed() -> None:
+    whole = torch.randn(50, 90)
+    for weight in (whole[:, 3:70], whole.t(), whole[::2]):
+        assert torch.equal(packed(weight).dequantize(), weight)
+
+
+@needs_native
+def test_a_recorded_program_reads_new_inputs() -> None:
+    weight, x = packed(torch.randn(64, 32).bfloat16()), torch.randn(3, 32)
+    out = torch.empty(3, 64)
+    with native.record() as program:
+        linear(x, weight, out=out)
+    x.copy_(torch.randn(3, 32))
+    program.run(2)
+    assert torch.equal(out, linear(x, weight))
+    with native.record(), pytest.raises(RuntimeError, match="the weight is not packed"):
+        linear(x, weight.dequantize(), out=out)
+
+
+@needs_native
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    weight, x = packed(torch.randn(8, 16)), torch.randn(2, 16)
+    with pytest.raises(ValueError, match=r"x must have shape \(T, 16\), got \(2, 15\)"):
+        linear(x[:, :15], weight)
+    with pytest.raises(ValueError, match=r"bias must have shape \(8,\), got \(7,\)"):
+        linear(x, weight, torch.zeros(7))
+    with pytest.raises(ValueError, match=r"out must have shape \(2, 8\), got \(3, 8\)"):
+        linear(x, weight, out=torch.empty(3, 8))
+    with pytest.raises(ValueError, match=r"x must be fp32 on the CPU, got torch\.bfloat16"):
+        linear(x.bfloat16(), weight)
+    with pytest.raises(ValueError, match="a row of x must be contiguous"):
+        linear(torch.randn(16, 2).t(), weight)
+    with pytest.raises(ValueError, match="accumulate needs out"):
+        linear(x, weight, accumulate=True)
+    with pytest.raises(ValueError, match=r"a weight must be a matrix .*, got shape \(0, 4\)"):
+        pack_weight(torch.empty(0, 4))
+    with pytest.raises(
+        ValueError, match=r"a weight must be fp32, bf16 or fp16, got torch\.float64"
+    ):
+        pack_weight(torch.zeros(4, 4, dtype=torch.float64))

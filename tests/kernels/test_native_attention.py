@@ -306,6 +306,23 @@ def test_what_c_would_not_check_is_refused() -> None:
             attend(dataclasses.replace(case, plan=wide))
 
 
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_the_portable_path_serves_the_same_cases(
+    kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    for num_queries, window in (([1] * 4, None), ([1, 9, 70, 5], 20), ([1] * 4, 20)):
+        case = make_case(
+            context_lens=[1, 16, 90, 300],
+            num_queries=num_queries,
+            num_heads=6,
+            num_kv_heads=2,
+            kv_dtype=kv_dtype,
+            window=window,
+        )
+        assert error(case) < 1e-5
+
+
 @pytest.mark.parametrize("level", ["avx2", "avx512"])
 def test_the_other_instruction_levels(level: str) -> None:
     """The same oracle on libraries that this machine would not choose, in their own process."""

@@ -65,9 +65,8 @@ def test_product(
     )
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows_work_through_the_chunks_alone(bits: int) -> None:
-    weight = quantized(bits, 1160, 5, 128)
+def test_many_rows_work_through_the_chunks_alone() -> None:
+    weight = quantized(8, 1160, 5, 128)
     x, bias = random("triton", 257, 1160), random("triton", 5, seed=1)
     out = linear(x, weight, bias)
     torch.testing.assert_close(out.double(), oracle(x, weight, bias), rtol=1e-4, atol=1e-4)

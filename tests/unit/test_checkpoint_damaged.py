@@ -257,3 +257,14 @@ def test_a_config_that_claims_a_billion_layers_is_refused_at_once(
     edit_json(folder / "config.json", num_hidden_layers=10**9)
     with pytest.raises(CheckpointError, match="num_hidden_layers must be from 1 to 10000"):
         open_checkpoint(folder)
+
+
+def test_a_file_that_is_cut_short_after_it_was_opened_is_named(
+    tmp_path: Path, single: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(single, folder)
+    checkpoint = open_checkpoint(folder)
+    os.truncate(folder / "model.safetensors", 2000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: was cut short at tensor"):
+        read_all(checkpoint)

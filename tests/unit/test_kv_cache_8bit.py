@@ -15,7 +15,7 @@ from tiny_models import make_model
 from worker_pair import WAIT_S, sampling
 
 from legato.kernels.kv_scatter import kv_scatter
-from legato.protos import kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
 from legato.worker.kv import wire
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from legato.worker.forward import Model
 
 CPU = torch.device("cpu")
-assert kv_transfer_pb2_grpc  # imported for its messages' descriptors
 
 
 def shape_of(dtype: torch.dtype, *, head_dim: int = 64) -> KvShape:
@@ -231,4 +230,5 @@ async def test_workers_with_different_kv_refuse_each_other_by_name() -> None:
         serving("decode", model, "fp8") as (_, d_address),
     ):
         _, event = await answer(p_address, d_address, [1, 2, 3, 4, 5], 3)
-        assert "layout.dtype is 'int8', this worker's is 'float8_e4m3fn'" in str(event)
+        reason = event.handoff_failed.reason
+        assert "layout.dtype is 'int8', this worker's is 'float8_e4m3fn'" in reason

@@ -217,3 +217,14 @@ def test_join_rows_of_groups_that_do_not_nest() -> None:
     weight = random_weight(8, 192)
     parts = [quantize_int4(weight, size, symmetric=True) for size in (64, 96)]
     assert join_rows(parts) is None
+
+
+def test_int4_scales_and_offsets_are_fp16_numbers_unless_the_weights_are_tiny(path: str) -> None:
+    weight = random_weight(16, 128)
+    for symmetric in (False, True):
+        found = quantize_int4(weight, 64, symmetric=symmetric)
+        for numbers in (found.scales, found.offsets):
+            assert torch.equal(numbers.half().float(), numbers)
+    tiny = quantize_int4(weight * 1e-9, 64, symmetric=False)
+    plain = error(weight * 1e-9, plain_int4(weight * 1e-9, 64))
+    assert error(weight * 1e-9, tiny.dequantize()) < 0.92 * plain

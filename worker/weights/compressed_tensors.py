@@ -123,11 +123,12 @@ class CtLayout:
             if self.bits == 4:
                 unsigned = nibbles(unsigned)
             return unsigned.t()[:rows].float().sub(middle)
+        stored = stored.float()
         if bool(((stored < -middle) | (stored >= middle)).any()):
             raise parts.error(
                 "weight_zero_point", f"holds a number outside [{-middle}, {middle - 1}]"
             )
-        return stored.float().reshape(-1, groups)
+        return stored.reshape(-1, groups)
 
 
 @dataclass(frozen=True)

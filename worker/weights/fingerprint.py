@@ -20,6 +20,7 @@ MAX_BYTES_READ_WHOLE = 1 << 30
 # Above it, this many pages of every tensor: 50 MB of a 70B model.
 PAGES_PER_TENSOR = 16
 PAGE_BYTES = 4096
+PIECE_BYTES = 16 << 20  # of a mapping in memory at a time
 
 
 def fingerprint(
@@ -54,11 +55,19 @@ def fingerprint(
                     views[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             with memoryview(views[tensor.file]) as view:
                 for start, stop in _ranges(tensor, whole=whole):
-                    digest.update(view[start:stop])
+                    for piece in range(start, stop, PIECE_BYTES):
+                        digest.update(view[piece : min(piece + PIECE_BYTES, stop)])
+                        _forget_pages(views[tensor.file])
     finally:
         for mapped in views.values():
             mapped.close()
     return digest.hexdigest()
+
+
+def _forget_pages(mapped: mmap.mmap) -> None:
+    """The weights are in memory already when a worker asks for this: not twice."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _line(value: object) -> bytes:

@@ -89,7 +89,8 @@ class MatrixForm:
     ) -> Tensor | QuantizedWeight:
         """A float matrix [N, K] made of `names`, quantised where that is asked for.
 
-        A head, or the embedding tied to it, has 8 bits where the others have 4: see docs/quantization.md for what 4 would cost.
+        A head, or the embedding tied to it, has 8 bits where the others have 4: 4 bits cost more
+        accuracy there than in all other matrices together (docs/quantization.md).
         """
         if self.mode is not None and matrix.shape[1] % 8 == 0:
             mode = self.mode if self._vocabulary.isdisjoint(names) else INT8
@@ -108,7 +109,7 @@ class MatrixForm:
             return
         names = list(self._plain)
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        _log.warning(
+        _log.info(
             "%d matrices, %.1f MB, are not quantised and stay in the dtype: %s%s",
             len(names),
             sum(self._plain.values()) / 1e6,

@@ -101,6 +101,10 @@ class Quantization:
             taken = Parts(stem, parts, get)
             layout = self._layout(stem, taken)
             name = f"{stem}.weight"
+            if name in tensors:
+                raise CheckpointError(
+                    f"{tensors[name].file}: tensor {name} is here both quantised and plain"
+                )
             matrices[name] = StoredMatrix(name, layout.shape(taken), layout, taken)
         if not matrices:
             raise CheckpointError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from legato.worker.models.hf_config import declared_dtype, model_config, read_json_object
 from legato.worker.weights.checkpoint import CheckpointError
@@ -16,6 +15,7 @@ from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.hf_names import canonical_name
 from legato.worker.weights.quantization import Quantization
 from legato.worker.weights.safetensors_files import stored_tensors
+from legato.worker.weights.tensor_file import TensorFile
 from legato.worker.weights.tensor_table import (
     HEAD,
     check_shapes,
@@ -66,7 +66,7 @@ class SafetensorsCheckpoint:
             self._tensors[self._embedding] = self._tensors.pop(HEAD)
         if HEAD in self._matrices:
             self.config = replace(self.config, tie_word_embeddings=False)
-        self._handles: dict[Path, Any] = {}  # safetensors publishes no type for its handle
+        self._handles: dict[Path, TensorFile] = {}
         self._open_files()
         self._drop_empty_biases()
         everything = self._tensors | self._matrices
@@ -85,6 +85,7 @@ class SafetensorsCheckpoint:
         declared = declared_dtype(values, str(config_file))
         self._native_dtype = declared or DTYPES[self._tensors[self._embedding].dtype]
         self._use_a_differing_head()
+        self._act_order_found = False
         self._read: set[str] = set()
         self._fingerprint: str | None = None
 
@@ -118,6 +119,14 @@ class SafetensorsCheckpoint:
             return None
         codes = self._codes(matrix, shape)
         if codes.group_of_column is not None:
+            if not self._act_order_found:
+                _log.warning(
+                    "%s: the groups of %s are out of order (act-order): such matrices are "
+                    "dequantised",
+                    matrix.file,
+                    name,
+                )
+            self._act_order_found = True
             return None
         self._read.add(name)
         return codes.weight
@@ -169,18 +178,11 @@ class SafetensorsCheckpoint:
 
     def _open_files(self) -> None:
         for file in {tensor.file for tensor in self._stored}:
-            try:
-                self._handles[file] = safe_open(file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: cannot be read: {error}") from error
+            self._handles[file] = TensorFile(file)
 
     def _stored_values(self, stored: StoredTensor) -> Tensor:
-        try:
-            # By the file's own name: a tied embedding may be stored as the head.
-            values: Tensor = self._handles[stored.file].get_tensor(stored.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {stored.name}: {error}") from error
-        return values
+        # By the file's own name: a tied embedding may be stored as the head.
+        return self._handles[stored.file].get_tensor(stored.name)
 
     def _drop_empty_biases(self) -> None:
         """Early versions of AutoGPTQ store a bias of zeros for layers that have none."""

@@ -8,6 +8,7 @@ import torch
 
 from legato.kernels import native
 from legato.kernels.linear import pack_weight
+from legato.worker.weights.freed_memory import give_back_freed
 from legato.worker.weights.matrix_form import MatrixForm, to_device
 from legato.worker.weights.tensor_table import model_tensors
 
@@ -101,6 +102,7 @@ class WeightReader:
         return stacked
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        give_back_freed()
         tensor = self._checkpoint.tensor(name, self._shapes[name], dtype)
         self._count()
         return tensor
