@@ -159,7 +159,7 @@ def tiles(dim_tile: int, element_size: int, row_size: int) -> tuple[int, int, in
         # Converted rows that come through the pipeline are held in registers whole: no stages.
         num_stages = 1 if row_size < 4 else 2
         if dim_tile > 128:
-            return 16, 16, 8, num_stages
+            return 16 if row_size == 2 else 32, 16, 8, num_stages
         return 32, 32 if dim_tile <= 64 else 16, 8, num_stages
     # Two of five stages go to the block table, which has to be read before K and V can be.
     if dim_tile > 128:
