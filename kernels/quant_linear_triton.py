@@ -71,6 +71,7 @@ def _quant_linear_kernel(
     BITS: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
     ONE_GROUP: tl.constexpr,  # noqa: N803
     HAS_BIAS: tl.constexpr,  # noqa: N803
+    ACCUMULATE: tl.constexpr,  # noqa: N803
     SPLIT: tl.constexpr,  # noqa: N803
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
@@ -125,11 +126,11 @@ def _quant_linear_kernel(
         total += partial
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out_ptr + m[:, None] * out_stride + n[None, :],
-        total,
-        mask=m_inside[:, None] & n_inside[None, :],
-    )
+    out_ptr += m[:, None] * out_stride + n[None, :]
+    out_inside = m_inside[:, None] & n_inside[None, :]
+    if ACCUMULATE:
+        total += tl.load(out_ptr, mask=out_inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr, total, mask=out_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
@@ -141,6 +142,7 @@ def _sum_chunks_kernel(
     chunks: int,
     out_stride: int,
     HAS_BIAS: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
+    ACCUMULATE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program for BLOCK columns of a row of partial [chunks, num_tokens, num_out]."""
@@ -154,11 +156,19 @@ def _sum_chunks_kernel(
         total += tl.load(partial_ptr + chunk * step, mask=inside, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + n, total, mask=inside)
+    out_ptr += row * out_stride + n
+    if ACCUMULATE:
+        total += tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr, total, mask=inside)
 
 
 def linear(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    *,
+    accumulate: bool = False,
 ) -> Tensor:
     """See kernels.linear. The tiles of the weight are dequantised to x's dtype."""
     num_tokens, num_in = x.shape
@@ -199,6 +209,7 @@ def linear(
         BITS=weight.bits,
         ONE_GROUP=weight.group_size >= num_in or weight.group_size % block_k == 0,
         HAS_BIAS=bias is not None and not split,
+        ACCUMULATE=accumulate and not split,
         SPLIT=split,
         CHUNK=CHUNK,
         BLOCK_M=block_m,
@@ -214,6 +225,7 @@ def linear(
             chunks,
             out.stride(0),
             HAS_BIAS=bias is not None,
+            ACCUMULATE=accumulate,
             BLOCK=_SUM_BLOCK,
         )
     return out

@@ -13,14 +13,20 @@ from legato.kernels.weight import QuantizedWeight
 
 
 def launch(
-    bits: int, num_tokens: int, group_size: int, dtype: torch.dtype = torch.bfloat16
+    bits: int,
+    num_tokens: int,
+    group_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    accumulate: bool = False,
 ) -> None:
     num_in, num_out = 2304, 576
     scales = torch.empty(num_out, -(-num_in // group_size))
     values = torch.empty(num_out, num_in * bits // 8, dtype=torch.uint8)
     weight = QuantizedWeight(bits, num_in, group_size, values, scales, scales)
-    bias = torch.empty(num_out, dtype=dtype)
-    linear(torch.empty(num_tokens, num_in, dtype=dtype), weight, bias)
+    bias, out = torch.empty(num_out, dtype=dtype), torch.empty(num_tokens, num_out, dtype=dtype)
+    x = torch.empty(num_tokens, num_in, dtype=dtype)
+    linear(x, weight, bias, out, accumulate=accumulate)
 
 
 AOT_CASES = [
@@ -28,6 +34,13 @@ AOT_CASES = [
     AotCase("8 bits, many rows", lambda: launch(8, 300, 2304), (80, 90)),
     AotCase("4 bits, few rows", lambda: launch(4, 4, 128), (80, 90)),
     AotCase("4 bits, many rows", lambda: launch(4, 300, 128)),
+    AotCase("adding few rows", lambda: launch(4, 4, 128, accumulate=True), (90,)),
+    AotCase(
+        "adding many rows",
+        lambda: launch(8, 300, 2304, accumulate=True),
+        (80, 90),
+        max_stack_bytes=16,  # two registers, outside of the loop
+    ),
     AotCase("4 bits, groups of 32", lambda: launch(4, 300, 32), (80,), full=True),
     AotCase("4 bits, groups of 24", lambda: launch(4, 4, 24), (80,), full=True),
     AotCase("4 bits, fp16", lambda: launch(4, 40, 64, torch.float16), full=True),

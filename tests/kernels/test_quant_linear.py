@@ -83,6 +83,16 @@ def test_a_row_has_the_same_bits_in_every_batch(bits: int, dtype: torch.dtype) -
         assert torch.equal(together[13], alone[1][0])
 
 
+@pytest.mark.parametrize("num_in", [64, 1160])  # in the product's kernel, and in the sum's
+def test_accumulate_adds_to_what_is_there(num_in: int) -> None:
+    weight = quantized(4, num_in, 5, 32)
+    x, bias = random("triton", 3, num_in), random("triton", 5, seed=1)
+    out = random("triton", 3, 5, seed=2)
+    expected = oracle(x, weight, bias) + out.double()
+    assert linear(x, weight, bias, out, accumulate=True) is out
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_large_magnitudes_of_padding_do_not_leak() -> None:
     # Rows and columns past the edges are masked, whatever lies behind them in memory.
     weight = quantized(8, 40, 3, 40)

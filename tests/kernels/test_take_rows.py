@@ -7,7 +7,6 @@ from kernel_paths import (
     TOLERANCES,
     assert_near,
     assert_same,
-    needs_native,
     paths_and_dtypes,
     random,
     use_path,
@@ -15,7 +14,7 @@ from kernel_paths import (
 from torch import Tensor
 
 from legato.kernels import rows, rows_triton
-from legato.kernels.weight import PackedWeight, QuantizedWeight
+from legato.kernels.weight import QuantizedWeight
 
 INDICES = [6, 0, 3, 3]
 
@@ -70,13 +69,6 @@ def test_quantised_tables(path: str, bits: int, width: int, group_size: int) -> 
     assert_near(out, expected)
     take(path, table, out, 0.5, add=True)
     assert_near(out, expected * 1.5)
-
-
-@needs_native
-def test_the_rows_of_a_packed_weight_are_not_taken() -> None:
-    packed = PackedWeight("f32", 7, 8, 0, torch.zeros(224, dtype=torch.uint8), None, None)
-    with pytest.raises(NotImplementedError, match="packed"):
-        rows.take_rows(packed, torch.tensor([0]), torch.zeros(1, 8))
 
 
 def test_shapes_must_fit() -> None:
