@@ -23,7 +23,7 @@ static int is_paired(int dtype) {
 
 /* The parts of the scratch memory. */
 typedef struct {
-    int64_t offsets[TILE_KEYS]; /* of each key's row, in elements; -1: not to be read */
+    lg_tile_rows tile;
     float k_scale[TILE_KEYS], v_scale[TILE_KEYS];
     float scores[BLOCK_ROWS * TILE_KEYS];
     uint32_t weights[BLOCK_ROWS * TILE_KEYS];
@@ -81,32 +81,47 @@ int64_t lg_end_split(const lg_attention *a) {
     return (end_key(a, a->rows - 1) + LG_SPLIT_KEYS - 1) / LG_SPLIT_KEYS;
 }
 
-/* Where the keys [begin, end) of the tile at `start` lie, and their scales; those of the others are
- * 0: even a weight of 0 must not meet a NaN that memory happened to hold. */
-static void find_keys(const lg_attention *a, workspace *w, int64_t start, int64_t begin,
-                      int64_t end) {
-    for (int64_t i = 0; i < TILE_KEYS; i++) w->offsets[i] = -1;
-    memset(w->k_scale, 0, sizeof w->k_scale);
-    memset(w->v_scale, 0, sizeof w->v_scale);
+/* The keys [*begin, *end) of the tile at `start` that the rows see; whether there are any. */
+static int seen_keys(const lg_attention *a, int64_t start, int64_t *begin, int64_t *end) {
+    const int64_t first = first_key(a, 0), last = end_key(a, a->rows - 1);
+    *begin = first > start ? first : start;
+    *end = last < start + TILE_KEYS ? last : start + TILE_KEYS;
+    return *begin < *end;
+}
+
+/* Which rows of the pages the keys [begin, end) of the tile at `start` are; -1 for others. */
+static void find_keys(const lg_attention *a, int64_t start, int64_t begin, int64_t end,
+                      int64_t *places) {
+    for (int64_t i = 0; i < TILE_KEYS; i++) places[i] = -1;
     for (int64_t position = begin; position < end;) {
         const int64_t within = position % a->block_size;
         const int64_t slot = a->blocks[position / a->block_size] * a->block_size + within;
         int64_t stop = position + a->block_size - within;
         stop = stop < end ? stop : end;
-        for (int64_t i = 0; position < stop; i++, position++) {
-            const int64_t place = (slot + i) * a->num_kv_heads + a->kv_head;
-            w->offsets[position - start] = place * a->head_dim;
-            if (a->k_scale == NULL) continue;
-            w->k_scale[position - start] = a->k_scale[place];
-            w->v_scale[position - start] = a->v_scale[place];
-        }
+        for (int64_t i = 0; position < stop; i++, position++)
+            places[position - start] = (slot + i) * a->num_kv_heads + a->kv_head;
+    }
+}
+
+/* Scales of the tile's keys; those of keys that are not read are 0: even a weight of 0 must not meet
+ * a NaN that memory happened to hold. */
+static void read_scales(const lg_attention *a, workspace *w) {
+    for (int64_t i = 0; i < TILE_KEYS; i++) {
+        const int64_t place = w->tile.places[i], ahead = w->tile.ahead[i];
+        w->k_scale[i] = place < 0 ? 0.0f : a->k_scale[place];
+        w->v_scale[i] = place < 0 ? 0.0f : a->v_scale[place];
+        fetch_ahead((const char *)(a->k_scale + ahead));
+        fetch_ahead((const char *)(a->v_scale + ahead));
     }
 }
 
 LG_INLINE void pack_as(int dtype, int pairs, const lg_attention *a, workspace *w, int64_t begin,
                        int64_t end) {
-    lg_pack_keys(dtype, pairs, a->k, w->offsets, a->head_dim, w->keys);
-    lg_pack_values(dtype, pairs, a->v, w->offsets, begin & ~1, (end + 1) & ~1, a->head_dim,
+    if (end - begin == TILE_KEYS)
+        lg_pack_keys(dtype, pairs, 1, a->k, &w->tile, a->head_dim, w->keys);
+    else
+        lg_pack_keys(dtype, pairs, 0, a->k, &w->tile, a->head_dim, w->keys);
+    lg_pack_values(dtype, pairs, a->v, &w->tile, begin & ~1, (end + 1) & ~1, a->head_dim,
                    a->width, w->values);
 }
 
@@ -201,9 +216,11 @@ static void weigh(const lg_attention *a, workspace *w, int64_t start, int64_t ro
             lg_f32x16 p = lg_exp2(lg_load(scores + v * LG_LANES) - now[r]);
             mass += p;
             if (a->v_scale != NULL) p *= lg_load(w->v_scale + v * LG_LANES);
+#if HAS_PAIRS
             if (paired)
-                lg_bf16_store((uint16_t *)(w->weights + r * TILE_KEYS) + v * LG_LANES, p);
+                lg_store_pairs(w->weights + r * TILE_KEYS + v * LG_LANES / 2, p);
             else
+#endif
                 lg_store((float *)w->weights + r * TILE_KEYS + v * LG_LANES, p);
         }
         lg_store(lanes, mass);
@@ -229,18 +246,64 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
         w->values + first * a->width, a->width, decay, out.sum + row * a->width, a->width);
 }
 
-void lg_attend_split(const lg_attention *a, int64_t split, lg_partial out, void *scratch) {
+int64_t lg_split_tiles(const lg_attention *a, int64_t split) {
+    int64_t tiles = 0, begin, end;
+    for (int64_t start = split * LG_SPLIT_KEYS; start < (split + 1) * LG_SPLIT_KEYS;
+         start += TILE_KEYS)
+        tiles += seen_keys(a, start, &begin, &end);
+    return tiles;
+}
+
+/* Rows number 64 `step` ... 64 (step + 1) of those that `next` begins with. */
+static void look_ahead(const lg_upcoming *next, int64_t step, int64_t *ahead) {
+    memset(ahead, 0, TILE_KEYS * sizeof *ahead);
+    if (next == NULL) return;
+    const lg_attention *a = &next->task;
+    const int64_t begin = next->split * LG_SPLIT_KEYS, last = end_key(a, a->rows - 1);
+    const int64_t end = last < begin + LG_SPLIT_KEYS ? last : begin + LG_SPLIT_KEYS;
+    const int64_t seen = first_key(a, 0) > begin ? first_key(a, 0) : begin;
+    int64_t position = seen + step * TILE_KEYS / next->heads;
+    int64_t head = step * TILE_KEYS % next->heads;
+    int64_t block = position / a->block_size, within = position % a->block_size;
+    for (int64_t i = 0; i < TILE_KEYS && position < end; position++) {
+        const int64_t slot = a->blocks[block] * a->block_size + within;
+        for (; head < next->heads && i < TILE_KEYS; head++, i++)
+            ahead[i] = slot * a->num_kv_heads + a->kv_head + head;
+        head = 0;
+        if (++within == a->block_size) {
+            within = 0;
+            block++;
+        }
+    }
+}
+
+void lg_fetch_split(const lg_upcoming *next) {
+    const lg_attention *a = &next->task;
+    const int64_t row_bytes = a->head_dim * lg_kv_bytes(a->dtype);
+    int64_t ahead[TILE_KEYS];
+    for (int64_t step = 0; step < LG_SPLIT_KEYS / TILE_KEYS * next->heads; step++) {
+        look_ahead(next, step, ahead);
+        for (int64_t i = 0; i < TILE_KEYS; i++)
+            for (int64_t line = 0; line < row_bytes; line += 64) {
+                fetch_ahead(a->k + ahead[i] * row_bytes + line);
+                fetch_ahead(a->v + ahead[i] * row_bytes + line);
+            }
+    }
+}
+
+void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *next, int64_t step,
+                     lg_partial out, void *scratch) {
     workspace *w = divide(scratch, a->rows, a->head_dim);
     const int64_t split_end = (split + 1) * LG_SPLIT_KEYS;
-    const int64_t seen_begin = first_key(a, 0), seen_end = end_key(a, a->rows - 1);
     for (int64_t i = 0; i < a->rows; i++) out.max[i] = NO_SCORE;
     memset(out.sum, 0, (size_t)(a->rows * a->width) * sizeof(float));
     memset(w->lanes, 0, (size_t)(a->rows * LG_LANES) * sizeof(float));
     for (int64_t start = split * LG_SPLIT_KEYS; start < split_end; start += TILE_KEYS) {
-        const int64_t begin = seen_begin > start ? seen_begin : start;
-        const int64_t end = seen_end < start + TILE_KEYS ? seen_end : start + TILE_KEYS;
-        if (begin >= end) continue;
-        find_keys(a, w, start, begin, end);
+        int64_t begin, end;
+        if (!seen_keys(a, start, &begin, &end)) continue;
+        find_keys(a, start, begin, end, w->tile.places);
+        look_ahead(next, step++, w->tile.ahead);
+        if (a->k_scale != NULL) read_scales(a, w);
         pack(a, w, begin - start, end - start);
         for (int64_t row = 0; row < a->rows; row += BLOCK_ROWS)
             attend_block(a, w, start, row, a->rows - row < BLOCK_ROWS ? a->rows - row : BLOCK_ROWS,

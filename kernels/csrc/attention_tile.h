@@ -101,6 +101,10 @@ LG_INLINE void lg_transpose(const lg_u32x16 *rows, uint32_t *out, int64_t stride
 }
 
 #if HAS_PAIRS
+LG_INLINE void lg_store_pairs(uint32_t *p, lg_f32x16 v) {
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+
 /* 32 elements from i on as bf16, of which `left` are left; 8-bit values are exact in bf16. */
 LG_INLINE __m512i load_pairs(int dtype, const void *row, int64_t i, int64_t left) {
     const __mmask32 kept = left >= 32 ? 0xffffffffu : (1u << left) - 1u;
@@ -127,20 +131,32 @@ LG_INLINE __m512i load_pairs(int dtype, const void *row, int64_t i, int64_t left
 }
 #endif
 
-/* K of a tile, transposed: out[depth][TILE_KEYS]. Keys with a negative offset are zeros.
- * offsets: of each key's row in elements; depth: head_dim, or in pairs half of it. */
-LG_INLINE void lg_pack_keys(int dtype, int pairs, const char *pages, const int64_t *offsets,
-                            int64_t head_dim, uint32_t *out) {
+/* Which rows of the pages the keys of a tile are, and as many that will be wanted later: fetching
+ * these is what keeps the memory busy, as the hardware cannot foresee the jumps between blocks. */
+typedef struct {
+    int64_t places[TILE_KEYS]; /* negative: not to be read */
+    int64_t ahead[TILE_KEYS];  /* any row where nothing is wanted */
+} lg_tile_rows;
+
+/* Into the second level: fetches into the first were half as quick. */
+LG_INLINE void fetch_ahead(const char *row) { __builtin_prefetch(row, 0, 2); }
+
+/* K of a tile, transposed: out[depth][TILE_KEYS]. Keys that are not to be read are zeros.
+ * depth: head_dim, or in pairs half of it; whole: all keys are to be read. */
+LG_INLINE void lg_pack_keys(int dtype, int pairs, int whole, const char *pages,
+                            const lg_tile_rows *tile, int64_t head_dim, uint32_t *out) {
     const int64_t bytes = lg_kv_bytes(dtype), depth = pairs ? head_dim / 2 : head_dim;
+    const int64_t row_bytes = head_dim * bytes;
     for (int64_t key = 0; key < TILE_KEYS; key += LG_LANES) {
         for (int64_t d = 0; d < depth; d += LG_LANES) {
             lg_u32x16 rows[LG_LANES];
 #pragma GCC unroll 16
             for (int r = 0; r < LG_LANES; r++) {
-                const int64_t offset = offsets[key + r];
-                const char *row = pages + offset * bytes;
+                const int64_t place = tile->places[key + r];
+                const char *row = pages + place * row_bytes;
+                fetch_ahead(pages + tile->ahead[key + r] * row_bytes + d * bytes * (1 + pairs));
                 rows[r] = (lg_u32x16){};
-                if (offset < 0) continue;
+                if (!whole && place < 0) continue;
 #if HAS_PAIRS
                 if (pairs)
                     rows[r] = (lg_u32x16)load_pairs(dtype, row, 2 * d, head_dim - 2 * d);
@@ -155,10 +171,11 @@ LG_INLINE void lg_pack_keys(int dtype, int pairs, const char *pages, const int64
 
 /* V of keys [begin, end) of a tile: out[keys][width] floats or out[keys / 2][width] pairs of
  * keys, padded with zeros to `width`, a multiple of 16. In pairs begin and end are even. */
-LG_INLINE void lg_pack_values(int dtype, int pairs, const char *pages, const int64_t *offsets,
+LG_INLINE void lg_pack_values(int dtype, int pairs, const char *pages, const lg_tile_rows *tile,
                               int64_t begin, int64_t end, int64_t head_dim, int64_t width,
                               uint32_t *out) {
-    const int64_t bytes = lg_kv_bytes(dtype);
+    const int64_t bytes = lg_kv_bytes(dtype), row_bytes = head_dim * bytes;
+    const int64_t *places = tile->places, *ahead = tile->ahead;
 #if HAS_PAIRS
     if (pairs) {
         __m512i low, high; /* the places of (a0, b0, a1, b1, ...) in a and b */
@@ -173,10 +190,12 @@ LG_INLINE void lg_pack_values(int dtype, int pairs, const char *pages, const int
             for (int64_t d = 0; d < width; d += 32) {
                 __m512i a = _mm512_setzero_si512(), b = a;
                 uint32_t *to = out + key / 2 * width + d;
-                if (offsets[key] >= 0)
-                    a = load_pairs(dtype, pages + offsets[key] * bytes, d, head_dim - d);
-                if (offsets[key + 1] >= 0)
-                    b = load_pairs(dtype, pages + offsets[key + 1] * bytes, d, head_dim - d);
+                fetch_ahead(pages + ahead[key] * row_bytes + d * bytes);
+                fetch_ahead(pages + ahead[key + 1] * row_bytes + d * bytes);
+                if (places[key] >= 0)
+                    a = load_pairs(dtype, pages + places[key] * row_bytes, d, head_dim - d);
+                if (places[key + 1] >= 0)
+                    b = load_pairs(dtype, pages + places[key + 1] * row_bytes, d, head_dim - d);
                 _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
                 if (d + 16 < width)
                     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, high, b));
@@ -188,8 +207,9 @@ LG_INLINE void lg_pack_values(int dtype, int pairs, const char *pages, const int
     for (int64_t key = begin; key < end; key++)
         for (int64_t d = 0; d < width; d += LG_LANES) {
             lg_f32x16 v = {};
-            if (offsets[key] >= 0)
-                v = lg_kv_load(dtype, pages + offsets[key] * bytes, d, head_dim - d);
+            fetch_ahead(pages + ahead[key] * row_bytes + d * bytes);
+            if (places[key] >= 0)
+                v = lg_kv_load(dtype, pages + places[key] * row_bytes, d, head_dim - d);
             lg_store((float *)out + key * width + d, v);
         }
 }
