@@ -93,7 +93,7 @@ LG_INLINE void multiply(int type, int rows, const lg_gemm *g, int64_t row, const
     for (int64_t s = 0; s < steps; s += line_steps, a += rows * LG_LINE) {
         if (steps - s >= line_steps) {
             const uint8_t *x = a;
-#pragma GCC unroll 4
+#pragma GCC unroll 2
             for (int j = 0; j < line_steps; j++, x += x_bytes, b += step_bytes)
                 step(type, rows, x, b, acc);
         } else {

@@ -204,7 +204,7 @@ LG_INLINE void multiply(int bits, int rows, const lg_gemm *g, const quantization
             const int64_t place = k % LG_LINE;
             const uint8_t *x = a + k / LG_LINE * rows * LG_LINE + place;
             const int64_t count = last - k < LG_LINE - place ? last - k : LG_LINE - place;
-#pragma GCC unroll 4
+#pragma GCC unroll 2
             for (int64_t i = 0; i < count; i += step_k, x += step_k, b += LG_PANEL * 4)
                 step(bits, rows, x, b, acc);
             k += count;
