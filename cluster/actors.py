@@ -95,6 +95,7 @@ class WorkerActor:
                 device=place.device,
                 dtype=engine.dtype,
                 kv_cache=engine.kv_cache,
+                deterministic=engine.deterministic,
                 weights=engine.weights,
                 kv_memory_bytes=engine.kv_memory_bytes,
                 block_size=engine.block_size,

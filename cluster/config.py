@@ -24,6 +24,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache: str = "auto"
+    deterministic: bool = False
     weights: str = "auto"
     kv_memory_bytes: int = 1 << 30
     block_size: int = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # Rows of one C operation: bounds its scratch memory, and is far beyond where weights are re-used.
 _MAX_ROWS = 2048
+_deterministic = False
 
 
 def pack_weight(weight: Tensor | QuantizedWeight) -> Weight:
@@ -74,10 +76,29 @@ def linear(
     if native.recording():
         raise RuntimeError("a recorded program holds C kernels only; the weight is not packed")
     wide = weight if isinstance(weight, Tensor) else weight.dequantize()
-    result = F.linear(x, wide.to(x.dtype), bias)
+    result = (_in_one_order if _deterministic else F.linear)(x, wide.to(x.dtype), bias)
     if out is None:
         return result
     return out.add_(result) if accumulate else out.copy_(result)
+
+
+def set_deterministic(*, enabled: bool) -> None:
+    """Makes a row's bits independent of the other rows for plain float weights too.
+
+    cuBLAS and oneDNN choose a kernel, and with it the order of sums, by the number of rows. Packed
+    and quantised weights need no setting. For the process: set it before the first `linear`.
+    """
+    global _deterministic
+    _deterministic = enabled
+
+
+def _in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.is_cuda:
+        from legato.kernels import linear_triton
+
+        return linear_triton.linear(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0]))
+    rows = [F.linear(row[None], weight, bias) for row in x]
+    return torch.cat(rows) if rows else F.linear(x, weight, bias)
 
 
 def _sizes(weight: Weight) -> tuple[int, int]:

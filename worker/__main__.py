@@ -37,6 +37,7 @@ def main() -> int:
             device=arguments.device,
             dtype=arguments.dtype,
             kv_cache=arguments.kv_cache,
+            deterministic=arguments.deterministic,
             weights=arguments.weights,
             kv_memory_bytes=parse_byte_size(arguments.kv_memory),
             block_size=arguments.block_size,
@@ -103,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache", default="auto", help="auto, fp8 or int8")
     parser.add_argument("--weights", default="auto", help=", ".join(WEIGHTS))
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits for a request alone and in company on CUDA too, at some speed",
+    )
     parser.add_argument("--kv-memory", default="1GiB")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--prefill-chunk-tokens", type=int, default=2048)

@@ -28,6 +28,7 @@ class WorkerConfig:
     port: int = 0  # 0: any free one
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, float32, bfloat16, float16; auto is float32 on a CPU
+    deterministic: bool = False  # plain products too have one order of sums for every batch
     kv_cache: str = "auto"  # auto, fp8, int8; auto is the dtype of the weights
     weights: str = "auto"  # of the matrices: one of WEIGHTS
     kv_memory_bytes: int = 1 << 30

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels.linear import set_deterministic
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.source import resolve_model
 
@@ -45,6 +46,7 @@ def load_model(
         ValueError: the device is not there, the context length is beyond the model's, or the
             checkpoint cannot be served (`CheckpointError`); the message says what and where.
     """
+    set_deterministic(enabled=config.deterministic)
     device = choose_device(config.device)
     source = resolve_model(config.model)
     checkpoint = open_checkpoint(source)

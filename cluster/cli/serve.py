@@ -73,6 +73,13 @@ def serve(
             "or int4-g64, -g128, -g64-sym, -g128-sym."
         ),
     ] = "auto",
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="The same bits for a request alone and in company on CUDA too, at some speed.",
+        ),
+    ] = False,
     kv_memory: Annotated[str, typer.Option(help="KV cache of each worker.")] = "1GiB",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     context_length: Annotated[
@@ -147,6 +154,7 @@ def serve(
             device=device,
             dtype=dtype,
             kv_cache=kv_cache,
+            deterministic=deterministic,
             weights=weights,
             kv_memory_bytes=kv_memory_bytes,
             block_size=block_size,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels import native
-from legato.kernels.linear import linear, pack_weight
+from legato.kernels.linear import linear, pack_weight, set_deterministic
 from legato.kernels.rows import take_rows
 from legato.kernels.weight import PackedWeight
 
@@ -121,3 +121,19 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ValueError, match=r"a weight must be fp32, bf16 or fp16, got torch\.float64"
     ):
         pack_weight(torch.zeros(4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_deterministic_plain_weights_have_the_same_bits_in_any_batch(*, has_bias: bool) -> None:
+    weight, x = torch.randn(300, 1536), torch.randn(33, 1536)
+    bias = torch.randn(300) if has_bias else None
+    free = linear(x, weight, bias)
+    set_deterministic(enabled=True)
+    try:
+        together = linear(x, weight, bias)
+        for row in (0, 7, 32):
+            assert torch.equal(linear(x[row : row + 1], weight, bias)[0], together[row])
+        assert linear(x[:0], weight, bias).shape == (0, 300)
+    finally:
+        set_deterministic(enabled=False)
+    torch.testing.assert_close(together, free, rtol=1e-4, atol=1e-3)

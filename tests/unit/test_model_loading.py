@@ -40,6 +40,7 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> None:
         device: torch.device,
         dtype: torch.dtype,
         on_progress: Any = None,  # noqa: ANN401  # a callable or None
+        form: Any = None,  # noqa: ANN401  # a MatrixForm
     ) -> FakeModel:
         if on_progress is not None:
             on_progress(1, 1)
