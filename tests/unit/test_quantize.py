@@ -228,3 +228,16 @@ def test_int4_scales_and_offsets_are_fp16_numbers_unless_the_weights_are_tiny(pa
     tiny = quantize_int4(weight * 1e-9, 64, symmetric=False)
     plain = error(weight * 1e-9, plain_int4(weight * 1e-9, 64))
     assert error(weight * 1e-9, tiny.dequantize()) < 0.92 * plain
+
+
+@pytest.mark.parametrize("width", [200, 328])
+def test_each_group_is_quantised_as_if_it_were_alone(path: str, width: int) -> None:
+    weight = random_weight(9, width)
+    weight[:, 192:] *= 50
+    whole = quantize_int4(weight, 64, symmetric=False)
+    for index, group in enumerate(groups_of(weight, 64)):
+        alone = quantize_int4(group, 64, symmetric=False)
+        values = whole.values[:, 32 * index : 32 * index + alone.values.shape[1]]
+        assert torch.equal(values, alone.values)
+        assert torch.equal(whole.scales[:, index], alone.scales[:, 0])
+        assert torch.equal(whole.offsets[:, index], alone.offsets[:, 0])
