@@ -10,28 +10,39 @@
 LG_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 LG_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Few rows: every panel is read once, and memory is the limit. It is read fastest in long runs, so a
- * thread has most of its panels in a row; what is left goes to whoever is free. */
-static void stream(const lg_gemm *g, const void *kind, lg_gemm_multiply multiply,
-                   const uint8_t *prepared, int64_t panels, lg_team *team) {
-    const int64_t size = team->size;
-    int64_t begin, end, left = 0;
-    lg_share(team, panels, &begin, &end);
-    for (int64_t panel = begin; panel < begin + (end - begin) * 3 / 4; panel++)
-        multiply(g, kind, 0, (int)g->rows, prepared, panel);
-    for (int64_t r = 0; r < size; r++) {
-        const int64_t count = panels * (r + 1) / size - panels * r / size;
-        left += count - count * 3 / 4;
+LG_INLINE int64_t tile_begin(const lg_gemm *g, int64_t tile, int64_t tiles) {
+    return g->rows * tile / tiles;
+}
+
+/* All tiles in the form that `multiply` reads, in memory of this thread or of the team. */
+static const uint8_t *prepare_all(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,
+                                  int64_t tiles, lg_team *team) {
+    const size_t bytes = (size_t)(g->rows * g->row_bytes);
+    const int own = team->size == 1 || g->rows * g->depth <= OWN_ELEMENTS;
+    uint8_t *to = own ? lg_scratch(team, bytes) : lg_team_scratch(team, bytes);
+    for (int64_t i = 0, t; (t = own ? i : lg_take(team, 0, tiles)) >= 0 && t < tiles; i++) {
+        const int64_t row = tile_begin(g, t, tiles), end = tile_begin(g, t + 1, tiles);
+        prepare(g, kind, row, (int)(end - row), to + row * g->row_bytes);
     }
-    for (int64_t task; (task = lg_take(team, 1, left)) >= 0;) {
-        int64_t r = size - 1, count, kept; /* from the last thread's: the others are at work */
-        for (;; r--) {
-            count = panels * (r + 1) / size - panels * r / size;
-            kept = count - count * 3 / 4;
-            if (task < kept) break;
-            task -= kept;
-        }
-        multiply(g, kind, 0, (int)g->rows, prepared, panels * r / size + count * 3 / 4 + task);
+    if (!own) lg_barrier(team);
+    return to;
+}
+
+/* One tile: each panel is read once, so memory is the limit, and long runs of it are read fastest
+ * (tasks of 96 KB cost a tenth to a quarter). One run a thread makes three quarters of the weight;
+ * the rest goes in short tasks to whoever is free. */
+static void run_one_tile(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,
+                         lg_gemm_multiply multiply, int64_t panels, lg_team *team) {
+    const int64_t run = panels * 3 / (4 * team->size), rest = run * team->size;
+    const int64_t piece = larger(1, (panels - rest) / (8 * team->size));
+    const int64_t tasks = team->size + (panels - rest + piece - 1) / piece;
+    const uint8_t *prepared = prepare_all(g, kind, prepare, 1, team);
+    for (int64_t task; (task = lg_take(team, 1, tasks)) >= 0;) {
+        const int is_run = task < team->size;
+        const int64_t first = is_run ? task * run : rest + (task - team->size) * piece;
+        const int64_t last = is_run ? first + run : smaller(first + piece, panels);
+        for (int64_t panel = first; panel < last; panel++)
+            multiply(g, kind, 0, (int)g->rows, prepared, panel);
     }
 }
 
@@ -40,36 +51,21 @@ void lg_gemm_run(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,
     if (g->rows == 0 || g->outputs == 0) return;
     const int64_t tiles = (g->rows + LG_TILE_ROWS - 1) / LG_TILE_ROWS;
     const int64_t panels = (g->outputs + LG_PANEL - 1) / LG_PANEL;
-    const size_t bytes = (size_t)(g->rows * g->row_bytes);
-    uint8_t *prepared;
-    if (team->size == 1 || g->rows * g->depth <= OWN_ELEMENTS) {
-        prepared = lg_scratch(team, bytes);
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t row = g->rows * t / tiles, end = g->rows * (t + 1) / tiles;
-            prepare(g, kind, row, (int)(end - row), prepared + row * g->row_bytes);
-        }
-    } else {
-        prepared = lg_team_scratch(team, bytes);
-        for (int64_t t; (t = lg_take(team, 0, tiles)) >= 0;) {
-            const int64_t row = g->rows * t / tiles, end = g->rows * (t + 1) / tiles;
-            prepare(g, kind, row, (int)(end - row), prepared + row * g->row_bytes);
-        }
-        lg_barrier(team);
-    }
     if (tiles == 1) {
-        stream(g, kind, multiply, prepared, panels, team);
+        run_one_tile(g, kind, prepare, multiply, panels, team);
         return;
     }
-    int64_t group = larger(1, CACHED_BYTES / larger(1, g->panel_bytes));
+    const uint8_t *prepared = prepare_all(g, kind, prepare, tiles, team);
     const int64_t blocks = (tiles + TILES_A_TASK - 1) / TILES_A_TASK;
     /* Some tasks more than threads, so that they end together. */
-    group = larger(1, smaller(group, panels * blocks / (8 * team->size)));
+    const int64_t most = panels * blocks / (8 * team->size);
+    const int64_t group = larger(1, smaller(CACHED_BYTES / larger(1, g->panel_bytes), most));
     const int64_t groups = (panels + group - 1) / group;
     for (int64_t task; (task = lg_take(team, 1, groups * blocks)) >= 0;) {
         const int64_t first = task / blocks * group, last = smaller(first + group, panels);
         const int64_t block = task % blocks;
         for (int64_t t = tiles * block / blocks; t < tiles * (block + 1) / blocks; t++) {
-            const int64_t row = g->rows * t / tiles, end = g->rows * (t + 1) / tiles;
+            const int64_t row = tile_begin(g, t, tiles), end = tile_begin(g, t + 1, tiles);
             for (int64_t panel = first; panel < last; panel++)
                 multiply(g, kind, row, (int)(end - row), prepared + row * g->row_bytes, panel);
         }
