@@ -144,12 +144,8 @@ static void pack(const lg_attention *a, workspace *w, int64_t begin, int64_t end
 #else
 #define PRODUCTS(R) PRODUCT(R, 1)
 #endif
-#if BLOCK_ROWS == 6
 #define ALL_PRODUCTS \
     PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4) PRODUCTS(5) PRODUCTS(6)
-#else
-#define ALL_PRODUCTS PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4)
-#endif
 
 /* c[rows][16 vectors], however many vectors. */
 LG_INLINE void product(int64_t rows, int64_t vectors, int pairs, int64_t depth, const uint32_t *x,
@@ -177,6 +173,11 @@ static void product_pairs(int64_t rows, int64_t vectors, int64_t depth, const ui
     product(rows, vectors, 1, depth, x, x_stride, y, y_stride, scale, c, c_stride);
 }
 
+static const int32_t key_numbers[TILE_KEYS] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
 static int32_t within_tile(int64_t key) {
     return (int32_t)(key < 0 ? 0 : key > TILE_KEYS ? TILE_KEYS : key);
 }
@@ -184,46 +185,57 @@ static int32_t within_tile(int64_t key) {
 /* Scores of a block of rows to weights; updates their maxima and masses and gives in `decay` what
  * the sums so far are worth now. Lanes that a row does not see get weight 0. */
 static void weigh(const lg_attention *a, workspace *w, int64_t start, int64_t row, int64_t rows,
-                  int64_t vectors, int paired, float *max, float *decay) {
-    const lg_i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                  int64_t keys, int paired, float *max, float *decay) {
+    enum { STEP = REGISTER_LANES };
     float now[LG_LANES] = {}, before[LG_LANES] = {};
     for (int64_t r = 0; r < rows; r++) {
         const int32_t begin = within_tile(first_key(a, row + r) - start);
         const int32_t end = within_tile(end_key(a, row + r) - start);
-        const int partly = begin > 0 || end < vectors * LG_LANES;
+        const int partly = begin > 0 || end < keys;
         float *scores = w->scores + r * TILE_KEYS;
-        lg_f32x16 most = lg_splat(NO_SCORE);
-        for (int64_t v = 0; v < vectors; v++) {
-            lg_f32x16 s = lg_load(scores + v * LG_LANES) * a->scale;
-            if (a->k_scale != NULL) s *= lg_load(w->k_scale + v * LG_LANES);
+        lg_register most = lg_spread(NO_SCORE);
+        for (int64_t i = 0; i < keys; i += STEP) {
+            lg_register s = lg_load_register(scores + i) * a->scale;
+            if (a->k_scale != NULL) s *= lg_load_register(w->k_scale + i);
             if (partly) {
-                const lg_i32x16 place = lane + (int32_t)(v * LG_LANES);
-                s = lg_select((place >= begin) & (place < end), s, lg_splat(-INFINITY));
+                lg_register_mask place;
+                memcpy(&place, key_numbers + i, sizeof place);
+                s = lg_choose((place >= begin) & (place < end), s, lg_spread(-INFINITY));
             }
-            lg_store(scores + v * LG_LANES, s);
-            most = lg_max(s, most);
+            lg_store_register(scores + i, s);
+            most = lg_larger(s, most);
         }
         before[r] = max[r];
         const float found = lg_largest_lane(most);
         now[r] = max[r] = found > max[r] ? found : max[r];
     }
-    lg_store(decay, lg_exp2(lg_load(before) - lg_load(now)));
+    for (int64_t r = 0; r < rows; r += STEP)
+        lg_store_register(decay + r,
+                          lg_exp2(lg_load_register(before + r) - lg_load_register(now + r)));
     for (int64_t r = 0; r < rows; r++) {
         const float *scores = w->scores + r * TILE_KEYS;
         float *lanes = w->lanes + (row + r) * LG_LANES;
-        lg_f32x16 mass = lg_load(lanes) * decay[r];
-        for (int64_t v = 0; v < vectors; v++) {
-            lg_f32x16 p = lg_exp2(lg_load(scores + v * LG_LANES) - now[r]);
-            mass += p;
-            if (a->v_scale != NULL) p *= lg_load(w->v_scale + v * LG_LANES);
+        lg_register mass[LG_LANES / STEP];
+#pragma GCC unroll 4
+        for (int part = 0; part < LG_LANES / STEP; part++)
+            mass[part] = lg_load_register(lanes + part * STEP) * decay[r];
+        for (int64_t i = 0; i < keys; i += LG_LANES)
+#pragma GCC unroll 4
+            for (int part = 0; part < LG_LANES / STEP; part++) {
+                const int64_t key = i + part * STEP;
+                lg_register p = lg_exp2(lg_load_register(scores + key) - now[r]);
+                mass[part] += p;
+                if (a->v_scale != NULL) p *= lg_load_register(w->v_scale + key);
 #if HAS_PAIRS
-            if (paired)
-                lg_store_pairs(w->weights + r * TILE_KEYS + v * LG_LANES / 2, p);
-            else
+                if (paired)
+                    lg_store_pairs(w->weights + r * TILE_KEYS + key / 2, p);
+                else
 #endif
-                lg_store((float *)w->weights + r * TILE_KEYS + v * LG_LANES, p);
-        }
-        lg_store(lanes, mass);
+                    lg_store_register((float *)w->weights + r * TILE_KEYS + key, p);
+            }
+#pragma GCC unroll 4
+        for (int part = 0; part < LG_LANES / STEP; part++)
+            lg_store_register(lanes + part * STEP, mass[part]);
     }
 }
 
@@ -239,7 +251,7 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
     float decay[LG_LANES];
     (paired ? product_pairs : product_floats)(rows, vectors, depth, a->q + row * depth, depth,
                                               w->keys, TILE_KEYS, NULL, w->scores, TILE_KEYS);
-    weigh(a, w, start, row, rows, vectors, paired, out.max + row, decay);
+    weigh(a, w, start, row, rows, vectors * LG_LANES, paired, out.max + row, decay);
     const int64_t step = paired ? 2 : 1, first = begin / step;
     (paired ? product_pairs : product_floats)(
         rows, a->width / LG_LANES, (end + step - 1) / step - first, w->weights + first, TILE_KEYS,
@@ -315,14 +327,15 @@ void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *ne
 void lg_merge_split(lg_partial into, lg_partial from, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
         const float a = into.max[row], b = from.max[row], max = a > b ? a : b;
-        float both[LG_LANES] = {a - max, b - max}, decay[LG_LANES];
-        lg_store(decay, lg_exp2(lg_load(both)));
+        lg_register both = {a - max, b - max};
+        both = lg_exp2(both);
         into.max[row] = max;
-        const lg_f32x16 old = lg_splat(decay[0]), new = lg_splat(decay[1]);
-        into.mass[row] = lg_fma(old, lg_splat(into.mass[row]), new * from.mass[row])[0];
-        for (int64_t d = 0; d < width; d += LG_LANES) {
+        const lg_register old = lg_spread(both[0]), new = lg_spread(both[1]);
+        into.mass[row] = lg_fma(old, lg_spread(into.mass[row]), new * from.mass[row])[0];
+        for (int64_t d = 0; d < width; d += REGISTER_LANES) {
             float *sum = into.sum + row * width + d;
-            lg_store(sum, lg_fma(old, lg_load(sum), new * lg_load(from.sum + row * width + d)));
+            const lg_register more = new * lg_load_register(from.sum + row * width + d);
+            lg_store_register(sum, lg_fma(old, lg_load_register(sum), more));
         }
     }
 }
