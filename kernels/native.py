@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 # Best first: a library, and the CPU features (as Linux names them) that it needs.
 _LEVELS = (
-    ("avx512_bf16", {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
+    (
+        "avx512_bf16",
+        {
+            "avx512f",
+            "avx512bw",
+            "avx512vl",
+            "avx512dq",
+            "avx512_vnni",
+            "avx512_bf16",
+            "avx512vbmi",
+        },
+    ),
     ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     ("avx2", {"avx2", "fma", "f16c", "bmi2"}),
     ("base", set[str]()),

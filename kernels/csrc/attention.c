@@ -3,16 +3,16 @@
 #include <math.h>
 
 #include "attention_split.h"
+#include "kv_rows.h"
 #include "op.h"
-#include "vec.h"
 
 /* Partials beyond this are not kept: a task then takes all splits of its rows in turn. */
 #define MOST_PARTIAL_BYTES (16 << 20)
 /* Query rows of a prefill task: enough that packing a tile of keys costs little beside them. */
 #define PREFILL_ROWS 256
 #define MOST_PREFILL_TOKENS 128
-/* With fewer decode tasks a thread than this, KV heads are tasks of their own. */
-#define FEW_TASKS 2
+/* Rows of K and V that a decode task fetches for the next one. */
+#define FETCHED_BYTES (256 << 10)
 
 enum { N_SEQUENCES, N_HEADS, N_KV_HEADS, N_HEAD_DIM, N_DTYPE, N_BLOCK_SIZE, N_TABLE_STRIDE,
        N_Q_STRIDE, N_WINDOW };
@@ -71,24 +71,30 @@ static task_memory reserve(lg_team *team, int64_t rows, int64_t head_dim) {
     return (task_memory){{(float *)memory, (float *)(memory + partial)}, memory + 2 * partial};
 }
 
+static void gather(const lg_op *op, lg_attention *a, int64_t token, task_memory memory) {
+    const float *q = (const float *)op->p[P_Q] + token * op->n[N_Q_STRIDE];
+    lg_gather_queries(a, q + a->kv_head * a->group * a->head_dim, op->n[N_Q_STRIDE], memory.rest);
+}
+
 /* All splits of the rows of `a`, in order. */
 static void attend(const lg_op *op, lg_attention *a, int64_t token, task_memory memory) {
-    const float *q = (const float *)op->p[P_Q] + token * op->n[N_Q_STRIDE] +
-                     a->kv_head * a->group * a->head_dim;
     lg_partial all = lg_partial_at(memory.partials[0], a->rows, a->width);
     lg_partial one = lg_partial_at(memory.partials[1], a->rows, a->width);
     const int64_t first = lg_first_split(a), end = lg_end_split(a);
-    lg_gather_queries(a, q, op->n[N_Q_STRIDE], memory.rest);
+    gather(op, a, token, memory);
     for (int64_t split = first; split < end; split++) {
-        lg_attend_split(a, split, split == first ? all : one, memory.rest);
+        const lg_upcoming next = {*a, split + 1, 1};
+        lg_attend_split(a, split, split + 1 < end ? &next : NULL, 0, split == first ? all : one,
+                        memory.rest);
         if (split > first) lg_merge_split(all, one, a->rows, a->width);
     }
     finish(op, a, all, token);
 }
 
 LG_INLINE int64_t num_splits(const lg_op *op, int64_t s) {
-    lg_attention a = describe(op, s, 0, context_len(op, s) - 1, 1);
-    return context_len(op, s) > 0 ? lg_end_split(&a) - lg_first_split(&a) : 0;
+    const int64_t length = context_len(op, s), window = op->n[N_WINDOW];
+    const int64_t first = window == 0 || length < window ? 0 : length - window;
+    return (length + LG_SPLIT_KEYS - 1) / LG_SPLIT_KEYS - first / LG_SPLIT_KEYS;
 }
 
 /* A row of the batch that stands for no sequence. */
@@ -97,38 +103,61 @@ static void clear(const lg_op *op, int64_t s) {
     memset((float *)op->p[P_OUT] + s * width, 0, (size_t)width * sizeof(float));
 }
 
-/* Tasks (sequence, split), or with few of them (sequence, split, KV head): the partials to
- * `partials`; one split alone is finished. All heads of a token lie side by side, and memory is
- * read fastest in order: a task of all heads reads it so. */
+/* How many neighbouring KV heads one decode task takes: as many as a part of the second-level cache
+ * holds, since it reads and fetches whole rows, but no more than leave every thread its share. */
+static int64_t heads_a_task(const lg_op *op, int64_t total_splits, int64_t threads) {
+    const int64_t kv_heads = op->n[N_KV_HEADS];
+    const int64_t head_bytes = 2 * LG_SPLIT_KEYS * op->n[N_HEAD_DIM] * lg_kv_bytes((int)op->n[N_DTYPE]);
+    int64_t heads = FETCHED_BYTES / head_bytes;
+    heads = heads < 1 ? 1 : heads > kv_heads ? kv_heads : heads;
+    while (heads > 1 && total_splits * ((kv_heads + heads - 1) / heads) < 4 * threads) heads--;
+    return heads;
+}
+
+/* Finds tasks (sequence, split, some heads), given in rising order. */
+typedef struct {
+    int64_t heads;             /* of a task */
+    int64_t s, before, splits; /* `before`: splits of the sequences before s */
+} cursor;
+
+static lg_upcoming locate(const lg_op *op, cursor *c, int64_t task) {
+    const int64_t kv_heads = op->n[N_KV_HEADS];
+    const int64_t groups = (kv_heads + c->heads - 1) / c->heads, split = task / groups;
+    while (split - c->before >= (c->splits = num_splits(op, c->s))) {
+        c->before += c->splits;
+        c->s++;
+    }
+    const int64_t head = task % groups * c->heads, left = kv_heads - head;
+    lg_attention a = describe(op, c->s, head, context_len(op, c->s) - 1, 1);
+    return (lg_upcoming){a, lg_first_split(&a) + split - c->before,
+                         left < c->heads ? left : c->heads};
+}
+
+/* The partials [splits of all sequences][KV heads] to `partials`; a split that is alone is brought to
+ * its end at once. */
 static void decode_splits(const lg_op *op, lg_team *team, task_memory memory, float *partials,
-                          int64_t total) {
-    const int64_t kv_heads = op->n[N_KV_HEADS], group = op->n[N_HEADS] / kv_heads;
-    const int all_heads = total >= FEW_TASKS * team->size;
-    const int64_t heads = all_heads ? kv_heads : 1;
-    int64_t s = 0, before = 0; /* splits of the sequences before s */
-    for (int64_t task; (task = lg_take(team, 0, total * kv_heads / heads)) >= 0;) {
-        const int64_t place = task * heads / kv_heads, first_head = task * heads % kv_heads;
-        int64_t splits;
-        while (place - before >= (splits = num_splits(op, s))) {
-            before += splits;
-            s++;
-        }
-        for (int64_t head = first_head; head < first_head + heads; head++) {
-            lg_attention a = describe(op, s, head, context_len(op, s) - 1, 1);
-            const int64_t split = lg_first_split(&a) + place - before;
-            if (head == first_head) lg_prefetch_split(&a, split, all_heads);
-            if (splits == 1) {
-                attend(op, &a, s, memory);
-                continue;
-            }
-            const int64_t floats = lg_partial_floats(group, a.width);
-            const float *q = (const float *)op->p[P_Q] + s * op->n[N_Q_STRIDE] +
-                             a.kv_head * group * a.head_dim;
-            lg_gather_queries(&a, q, op->n[N_Q_STRIDE], memory.rest);
-            lg_attend_split(&a, split,
-                            lg_partial_at(partials + (place * kv_heads + head) * floats, group,
-                                          a.width),
-                            memory.rest);
+                          int64_t total_splits) {
+    const int64_t kv_heads = op->n[N_KV_HEADS];
+    const int64_t heads = heads_a_task(op, total_splits, team->size);
+    const int64_t total = total_splits * ((kv_heads + heads - 1) / heads);
+    cursor here = {.heads = heads}, there = {.heads = heads};
+    int fetched = 0;
+    for (int64_t task; (task = lg_take(team, 0, total)) >= 0; fetched = 1) {
+        lg_upcoming now = locate(op, &here, task), next;
+        if (!fetched) lg_fetch_split(&now);
+        const int more = task + team->size < total;
+        if (more) next = locate(op, &there, task + team->size);
+        const int64_t row = here.before + now.split - lg_first_split(&now.task);
+        const int64_t tiles = lg_split_tiles(&now.task, now.split);
+        for (int64_t i = 0; i < now.heads; i++, now.task.kv_head++) {
+            lg_attention *a = &now.task;
+            const int64_t floats = lg_partial_floats(a->rows, a->width);
+            float *place = here.splits == 1 ? memory.partials[0]
+                                            : partials + (row * kv_heads + a->kv_head) * floats;
+            const lg_partial out = lg_partial_at(place, a->rows, a->width);
+            gather(op, a, here.s, memory);
+            lg_attend_split(a, now.split, more ? &next : NULL, i * tiles, out, memory.rest);
+            if (here.splits == 1) finish(op, a, out, here.s);
         }
     }
 }
@@ -139,7 +168,7 @@ static void decode_merge(const lg_op *op, lg_team *team, float *partials) {
     int64_t s = 0, before = 0;
     for (int64_t task; (task = lg_take(team, 1, op->n[N_SEQUENCES] * kv_heads)) >= 0;) {
         const int64_t head = task % kv_heads;
-        for (; s < task / kv_heads; s++) before += num_splits(op, s) * kv_heads;
+        for (; s < task / kv_heads; s++) before += num_splits(op, s);
         const int64_t splits = num_splits(op, s);
         if (splits < 2) {
             if (splits == 0 && head == 0) clear(op, s);
@@ -147,12 +176,11 @@ static void decode_merge(const lg_op *op, lg_team *team, float *partials) {
         }
         lg_attention a = describe(op, s, head, context_len(op, s) - 1, 1);
         const int64_t floats = lg_partial_floats(group, a.width);
-        lg_partial all = lg_partial_at(partials + (before + head) * floats, group, a.width);
+        float *first = partials + (before * kv_heads + head) * floats;
+        lg_partial all = lg_partial_at(first, group, a.width);
         for (int64_t i = 1; i < splits; i++)
-            lg_merge_split(all,
-                           lg_partial_at(partials + (before + i * kv_heads + head) * floats, group,
-                                         a.width),
-                           group, a.width);
+            lg_merge_split(all, lg_partial_at(first + i * kv_heads * floats, group, a.width), group,
+                           a.width);
         finish(op, &a, all, s);
     }
 }

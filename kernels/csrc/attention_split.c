@@ -7,8 +7,6 @@
 /* Finite, so that the difference of two of them is 0; far below any score. */
 #define NO_SCORE (-1e30f)
 
-
-
 int64_t lg_partial_floats(int64_t rows, int64_t width) {
     return 2 * lg_round_up(rows, LG_LANES) + rows * width;
 }
@@ -25,7 +23,7 @@ static int is_paired(int dtype) {
 
 /* The parts of the scratch memory. */
 typedef struct {
-    int64_t offsets[TILE_KEYS]; /* of each key's row, in elements; -1: not to be read */
+    lg_tile_rows tile;
     float k_scale[TILE_KEYS], v_scale[TILE_KEYS];
     float scores[BLOCK_ROWS * TILE_KEYS];
     uint32_t weights[BLOCK_ROWS * TILE_KEYS];
@@ -83,32 +81,47 @@ int64_t lg_end_split(const lg_attention *a) {
     return (end_key(a, a->rows - 1) + LG_SPLIT_KEYS - 1) / LG_SPLIT_KEYS;
 }
 
-/* Where the keys [begin, end) of the tile at `start` lie, and their scales; those of the others are
- * 0: even a weight of 0 must not meet a NaN that memory happened to hold. */
-static void find_keys(const lg_attention *a, workspace *w, int64_t start, int64_t begin,
-                      int64_t end) {
-    for (int64_t i = 0; i < TILE_KEYS; i++) w->offsets[i] = -1;
-    memset(w->k_scale, 0, sizeof w->k_scale);
-    memset(w->v_scale, 0, sizeof w->v_scale);
+/* The keys [*begin, *end) of the tile at `start` that the rows see; whether there are any. */
+static int seen_keys(const lg_attention *a, int64_t start, int64_t *begin, int64_t *end) {
+    const int64_t first = first_key(a, 0), last = end_key(a, a->rows - 1);
+    *begin = first > start ? first : start;
+    *end = last < start + TILE_KEYS ? last : start + TILE_KEYS;
+    return *begin < *end;
+}
+
+/* Which rows of the pages the keys [begin, end) of the tile at `start` are; -1 for others. */
+static void find_keys(const lg_attention *a, int64_t start, int64_t begin, int64_t end,
+                      int64_t *places) {
+    for (int64_t i = 0; i < TILE_KEYS; i++) places[i] = -1;
     for (int64_t position = begin; position < end;) {
         const int64_t within = position % a->block_size;
         const int64_t slot = a->blocks[position / a->block_size] * a->block_size + within;
         int64_t stop = position + a->block_size - within;
         stop = stop < end ? stop : end;
-        for (int64_t i = 0; position < stop; i++, position++) {
-            const int64_t place = (slot + i) * a->num_kv_heads + a->kv_head;
-            w->offsets[position - start] = place * a->head_dim;
-            if (a->k_scale == NULL) continue;
-            w->k_scale[position - start] = a->k_scale[place];
-            w->v_scale[position - start] = a->v_scale[place];
-        }
+        for (int64_t i = 0; position < stop; i++, position++)
+            places[position - start] = (slot + i) * a->num_kv_heads + a->kv_head;
+    }
+}
+
+/* Scales of the tile's keys; those of keys that are not read are 0: even a weight of 0 must not meet
+ * a NaN that memory happened to hold. */
+static void read_scales(const lg_attention *a, workspace *w) {
+    for (int64_t i = 0; i < TILE_KEYS; i++) {
+        const int64_t place = w->tile.places[i], ahead = w->tile.ahead[i];
+        w->k_scale[i] = place < 0 ? 0.0f : a->k_scale[place];
+        w->v_scale[i] = place < 0 ? 0.0f : a->v_scale[place];
+        fetch_ahead((const char *)(a->k_scale + ahead));
+        fetch_ahead((const char *)(a->v_scale + ahead));
     }
 }
 
 LG_INLINE void pack_as(int dtype, int pairs, const lg_attention *a, workspace *w, int64_t begin,
                        int64_t end) {
-    lg_pack_keys(dtype, pairs, a->k, w->offsets, a->head_dim, w->keys);
-    lg_pack_values(dtype, pairs, a->v, w->offsets, begin & ~1, (end + 1) & ~1, a->head_dim,
+    if (end - begin == TILE_KEYS)
+        lg_pack_keys(dtype, pairs, 1, a->k, &w->tile, a->head_dim, w->keys);
+    else
+        lg_pack_keys(dtype, pairs, 0, a->k, &w->tile, a->head_dim, w->keys);
+    lg_pack_values(dtype, pairs, a->v, &w->tile, begin & ~1, (end + 1) & ~1, a->head_dim,
                    a->width, w->values);
 }
 
@@ -131,12 +144,8 @@ static void pack(const lg_attention *a, workspace *w, int64_t begin, int64_t end
 #else
 #define PRODUCTS(R) PRODUCT(R, 1)
 #endif
-#if BLOCK_ROWS == 6
 #define ALL_PRODUCTS \
     PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4) PRODUCTS(5) PRODUCTS(6)
-#else
-#define ALL_PRODUCTS PRODUCTS(1) PRODUCTS(2) PRODUCTS(3) PRODUCTS(4)
-#endif
 
 /* c[rows][16 vectors], however many vectors. */
 LG_INLINE void product(int64_t rows, int64_t vectors, int pairs, int64_t depth, const uint32_t *x,
@@ -164,6 +173,11 @@ static void product_pairs(int64_t rows, int64_t vectors, int64_t depth, const ui
     product(rows, vectors, 1, depth, x, x_stride, y, y_stride, scale, c, c_stride);
 }
 
+static const int32_t key_numbers[TILE_KEYS] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
 static int32_t within_tile(int64_t key) {
     return (int32_t)(key < 0 ? 0 : key > TILE_KEYS ? TILE_KEYS : key);
 }
@@ -171,44 +185,57 @@ static int32_t within_tile(int64_t key) {
 /* Scores of a block of rows to weights; updates their maxima and masses and gives in `decay` what
  * the sums so far are worth now. Lanes that a row does not see get weight 0. */
 static void weigh(const lg_attention *a, workspace *w, int64_t start, int64_t row, int64_t rows,
-                  int64_t vectors, int paired, float *max, float *decay) {
-    const lg_i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                  int64_t keys, int paired, float *max, float *decay) {
+    enum { STEP = REGISTER_LANES };
     float now[LG_LANES] = {}, before[LG_LANES] = {};
     for (int64_t r = 0; r < rows; r++) {
         const int32_t begin = within_tile(first_key(a, row + r) - start);
         const int32_t end = within_tile(end_key(a, row + r) - start);
-        const int partly = begin > 0 || end < vectors * LG_LANES;
+        const int partly = begin > 0 || end < keys;
         float *scores = w->scores + r * TILE_KEYS;
-        lg_f32x16 most = lg_splat(NO_SCORE);
-        for (int64_t v = 0; v < vectors; v++) {
-            lg_f32x16 s = lg_load(scores + v * LG_LANES) * a->scale;
-            if (a->k_scale != NULL) s *= lg_load(w->k_scale + v * LG_LANES);
+        lg_register most = lg_spread(NO_SCORE);
+        for (int64_t i = 0; i < keys; i += STEP) {
+            lg_register s = lg_load_register(scores + i) * a->scale;
+            if (a->k_scale != NULL) s *= lg_load_register(w->k_scale + i);
             if (partly) {
-                const lg_i32x16 place = lane + (int32_t)(v * LG_LANES);
-                s = lg_select((place >= begin) & (place < end), s, lg_splat(-INFINITY));
+                lg_register_mask place;
+                memcpy(&place, key_numbers + i, sizeof place);
+                s = lg_choose((place >= begin) & (place < end), s, lg_spread(-INFINITY));
             }
-            lg_store(scores + v * LG_LANES, s);
-            most = lg_max(s, most);
+            lg_store_register(scores + i, s);
+            most = lg_larger(s, most);
         }
         before[r] = max[r];
         const float found = lg_largest_lane(most);
         now[r] = max[r] = found > max[r] ? found : max[r];
     }
-    lg_store(decay, lg_exp2(lg_load(before) - lg_load(now)));
+    for (int64_t r = 0; r < rows; r += STEP)
+        lg_store_register(decay + r,
+                          lg_exp2(lg_load_register(before + r) - lg_load_register(now + r)));
     for (int64_t r = 0; r < rows; r++) {
         const float *scores = w->scores + r * TILE_KEYS;
         float *lanes = w->lanes + (row + r) * LG_LANES;
-        lg_f32x16 mass = lg_load(lanes) * decay[r];
-        for (int64_t v = 0; v < vectors; v++) {
-            lg_f32x16 p = lg_exp2(lg_load(scores + v * LG_LANES) - now[r]);
-            mass += p;
-            if (a->v_scale != NULL) p *= lg_load(w->v_scale + v * LG_LANES);
-            if (paired)
-                lg_bf16_store((uint16_t *)(w->weights + r * TILE_KEYS) + v * LG_LANES, p);
-            else
-                lg_store((float *)w->weights + r * TILE_KEYS + v * LG_LANES, p);
-        }
-        lg_store(lanes, mass);
+        lg_register mass[LG_LANES / STEP];
+#pragma GCC unroll 4
+        for (int part = 0; part < LG_LANES / STEP; part++)
+            mass[part] = lg_load_register(lanes + part * STEP) * decay[r];
+        for (int64_t i = 0; i < keys; i += LG_LANES)
+#pragma GCC unroll 4
+            for (int part = 0; part < LG_LANES / STEP; part++) {
+                const int64_t key = i + part * STEP;
+                lg_register p = lg_exp2(lg_load_register(scores + key) - now[r]);
+                mass[part] += p;
+                if (a->v_scale != NULL) p *= lg_load_register(w->v_scale + key);
+#if HAS_PAIRS
+                if (paired)
+                    lg_store_pairs(w->weights + r * TILE_KEYS + key / 2, p);
+                else
+#endif
+                    lg_store_register((float *)w->weights + r * TILE_KEYS + key, p);
+            }
+#pragma GCC unroll 4
+        for (int part = 0; part < LG_LANES / STEP; part++)
+            lg_store_register(lanes + part * STEP, mass[part]);
     }
 }
 
@@ -224,57 +251,71 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
     float decay[LG_LANES];
     (paired ? product_pairs : product_floats)(rows, vectors, depth, a->q + row * depth, depth,
                                               w->keys, TILE_KEYS, NULL, w->scores, TILE_KEYS);
-    weigh(a, w, start, row, rows, vectors, paired, out.max + row, decay);
+    weigh(a, w, start, row, rows, vectors * LG_LANES, paired, out.max + row, decay);
     const int64_t step = paired ? 2 : 1, first = begin / step;
     (paired ? product_pairs : product_floats)(
         rows, a->width / LG_LANES, (end + step - 1) / step - first, w->weights + first, TILE_KEYS,
         w->values + first * a->width, a->width, decay, out.sum + row * a->width, a->width);
 }
 
-/* Loads, not prefetch instructions: only those start the hardware's streams, which have many more
- * lines under way than a core's own requests. */
-static void touch(const char *p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) (void)*(const volatile char *)(p + i);
+int64_t lg_split_tiles(const lg_attention *a, int64_t split) {
+    int64_t tiles = 0, begin, end;
+    for (int64_t start = split * LG_SPLIT_KEYS; start < (split + 1) * LG_SPLIT_KEYS;
+         start += TILE_KEYS)
+        tiles += seen_keys(a, start, &begin, &end);
+    return tiles;
 }
 
-static void touch_pages(const lg_attention *a, const char *pages, int64_t position, int64_t end,
-                        int all_heads) {
-    const int64_t head = a->head_dim * lg_kv_bytes(a->dtype), row = a->num_kv_heads * head;
-    while (position < end) {
-        const int64_t within = position % a->block_size;
-        const int64_t slot = a->blocks[position / a->block_size] * a->block_size + within;
-        int64_t count = a->block_size - within;
-        count = count < end - position ? count : end - position;
-        position += count;
-        const char *start = pages + slot * row;
-        if (all_heads)
-            touch(start, count * row);
-        else
-            for (int64_t i = 0; i < count; i++) touch(start + i * row + a->kv_head * head, head);
+/* Rows number 64 `step` ... 64 (step + 1) of those that `next` begins with. */
+static void look_ahead(const lg_upcoming *next, int64_t step, int64_t *ahead) {
+    memset(ahead, 0, TILE_KEYS * sizeof *ahead);
+    if (next == NULL) return;
+    const lg_attention *a = &next->task;
+    const int64_t begin = next->split * LG_SPLIT_KEYS, last = end_key(a, a->rows - 1);
+    const int64_t end = last < begin + LG_SPLIT_KEYS ? last : begin + LG_SPLIT_KEYS;
+    const int64_t seen = first_key(a, 0) > begin ? first_key(a, 0) : begin;
+    int64_t position = seen + step * TILE_KEYS / next->heads;
+    int64_t head = step * TILE_KEYS % next->heads;
+    int64_t block = position / a->block_size, within = position % a->block_size;
+    for (int64_t i = 0; i < TILE_KEYS && position < end; position++) {
+        const int64_t slot = a->blocks[block] * a->block_size + within;
+        for (; head < next->heads && i < TILE_KEYS; head++, i++)
+            ahead[i] = slot * a->num_kv_heads + a->kv_head + head;
+        head = 0;
+        if (++within == a->block_size) {
+            within = 0;
+            block++;
+        }
     }
 }
 
-void lg_prefetch_split(const lg_attention *a, int64_t split, int all_heads) {
-    const int64_t first = first_key(a, 0), last = end_key(a, a->rows - 1);
-    int64_t begin = split * LG_SPLIT_KEYS, end = begin + LG_SPLIT_KEYS;
-    begin = begin > first ? begin : first;
-    end = end < last ? end : last;
-    touch_pages(a, a->k, begin, end, all_heads);
-    touch_pages(a, a->v, begin, end, all_heads);
+void lg_fetch_split(const lg_upcoming *next) {
+    const lg_attention *a = &next->task;
+    const int64_t row_bytes = a->head_dim * lg_kv_bytes(a->dtype);
+    int64_t ahead[TILE_KEYS];
+    for (int64_t step = 0; step < LG_SPLIT_KEYS / TILE_KEYS * next->heads; step++) {
+        look_ahead(next, step, ahead);
+        for (int64_t i = 0; i < TILE_KEYS; i++)
+            for (int64_t line = 0; line < row_bytes; line += 64) {
+                fetch_ahead(a->k + ahead[i] * row_bytes + line);
+                fetch_ahead(a->v + ahead[i] * row_bytes + line);
+            }
+    }
 }
 
-void lg_attend_split(const lg_attention *a, int64_t split, lg_partial out, void *scratch) {
+void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *next, int64_t step,
+                     lg_partial out, void *scratch) {
     workspace *w = divide(scratch, a->rows, a->head_dim);
     const int64_t split_end = (split + 1) * LG_SPLIT_KEYS;
-    const int64_t seen_begin = first_key(a, 0), seen_end = end_key(a, a->rows - 1);
     for (int64_t i = 0; i < a->rows; i++) out.max[i] = NO_SCORE;
     memset(out.sum, 0, (size_t)(a->rows * a->width) * sizeof(float));
     memset(w->lanes, 0, (size_t)(a->rows * LG_LANES) * sizeof(float));
     for (int64_t start = split * LG_SPLIT_KEYS; start < split_end; start += TILE_KEYS) {
-        const int64_t begin = seen_begin > start ? seen_begin : start;
-        const int64_t end = seen_end < start + TILE_KEYS ? seen_end : start + TILE_KEYS;
-        if (begin >= end) continue;
-        find_keys(a, w, start, begin, end);
+        int64_t begin, end;
+        if (!seen_keys(a, start, &begin, &end)) continue;
+        find_keys(a, start, begin, end, w->tile.places);
+        look_ahead(next, step++, w->tile.ahead);
+        if (a->k_scale != NULL) read_scales(a, w);
         pack(a, w, begin - start, end - start);
         for (int64_t row = 0; row < a->rows; row += BLOCK_ROWS)
             attend_block(a, w, start, row, a->rows - row < BLOCK_ROWS ? a->rows - row : BLOCK_ROWS,
@@ -286,14 +327,15 @@ void lg_attend_split(const lg_attention *a, int64_t split, lg_partial out, void 
 void lg_merge_split(lg_partial into, lg_partial from, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
         const float a = into.max[row], b = from.max[row], max = a > b ? a : b;
-        float both[LG_LANES] = {a - max, b - max}, decay[LG_LANES];
-        lg_store(decay, lg_exp2(lg_load(both)));
+        lg_register both = {a - max, b - max};
+        both = lg_exp2(both);
         into.max[row] = max;
-        const lg_f32x16 old = lg_splat(decay[0]), new = lg_splat(decay[1]);
-        into.mass[row] = lg_fma(old, lg_splat(into.mass[row]), new * from.mass[row])[0];
-        for (int64_t d = 0; d < width; d += LG_LANES) {
+        const lg_register old = lg_spread(both[0]), new = lg_spread(both[1]);
+        into.mass[row] = lg_fma(old, lg_spread(into.mass[row]), new * from.mass[row])[0];
+        for (int64_t d = 0; d < width; d += REGISTER_LANES) {
             float *sum = into.sum + row * width + d;
-            lg_store(sum, lg_fma(old, lg_load(sum), new * lg_load(from.sum + row * width + d)));
+            const lg_register more = new * lg_load_register(from.sum + row * width + d);
+            lg_store_register(sum, lg_fma(old, lg_load_register(sum), more));
         }
     }
 }

@@ -31,11 +31,26 @@ LG_INLINE lg_i32x16 lg_round(lg_f32x16 v) {
 #endif
 }
 
+/* Sixteen bytes to 32 bits; the compiler's own conversion goes byte by byte. */
+LG_INLINE lg_i32x16 lg_widen_signed(const int8_t *p) {
+#if defined(__AVX512F__)
+    return (lg_i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+    __m256i half[2] = {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)),
+                       _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
+    lg_i32x16 wide;
+    memcpy(&wide, half, sizeof wide);
+    return wide;
+#else
+    lg_i8x16 bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, lg_i32x16);
+#endif
+}
+
 /* e4m3 without infinities: 4 bits of exponent (bias 7), 3 of mantissa; 0x7f is NaN. */
 LG_INLINE lg_f32x16 lg_fp8_load(const uint8_t *p) {
-    lg_u8x16 bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    lg_u32x16 bits = __builtin_convertvector(bytes, lg_u32x16), magnitude = bits & 0x7f;
+    lg_u32x16 bits = (lg_u32x16)lg_widen_signed((const int8_t *)p), magnitude = bits & 0x7f;
     lg_f32x16 normal = (lg_f32x16)((magnitude << 20) + (120u << 23));
     lg_f32x16 small = __builtin_convertvector((lg_i32x16)magnitude, lg_f32x16) * 0x1p-9f;
     lg_f32x16 v = lg_select((lg_i32x16)(magnitude < 8), small, normal);
@@ -57,9 +72,7 @@ LG_INLINE void lg_fp8_store(uint8_t *p, lg_f32x16 v) {
 }
 
 LG_INLINE lg_f32x16 lg_int8_load(const int8_t *p) {
-    lg_i8x16 bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(bytes, lg_f32x16);
+    return __builtin_convertvector(lg_widen_signed(p), lg_f32x16);
 }
 
 LG_INLINE void lg_int8_store(int8_t *p, lg_f32x16 v) {
