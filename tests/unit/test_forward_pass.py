@@ -13,13 +13,14 @@ from paged_runner import PagedRunner
 from tiny_models import FAMILIES, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from legato.kernels import native
 from legato.worker.models import attention
 from legato.worker.models.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FOLDERS = (("worker", "models"), ("legato", "kernels"))  # as the link tree has them
+FOLDERS = {Path(attention.__file__).parent: "models", Path(native.__file__).parent: "kernels"}
 # Operations that compute nothing: new buffers, and views of old ones.
 HARMLESS = {"empty", "new_empty", "view", "_unsafe_view", "slice", "select", "flatten"}
 KERNELS_PER_LAYER = {"llama": 10, "mistral": 10, "qwen2": 10, "qwen3": 12, "gemma3": 14, "gpt2": 9}
@@ -58,8 +59,7 @@ class Watch(TorchDispatchMode):
 
 def code_of(frame: FrameType) -> str | None:
     """`models` or `kernels`, where the frame runs code of that folder."""
-    folder = Path(frame.f_code.co_filename).parent
-    return folder.name if folder.parts[-2:] in FOLDERS else None
+    return FOLDERS.get(Path(frame.f_code.co_filename).parent)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -146,7 +146,7 @@ async def serving(
             prefill_chunk_tokens=16,
             num_threads=1,
         ),
-        LoadedModel(model, "tiny", torch.float32, CPU, Path("tiny")),
+        LoadedModel(model, "tiny", "float32", torch.float32, CPU, Path("tiny")),
         exit_process=lambda: None,
         step_timeout_s=60.0,
     )
