@@ -82,6 +82,22 @@ def test_any_number_of_threads_gives_the_same_bits(kind: str) -> None:
             assert all(map(torch.equal, results, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_row_is_read_before_it_is_prepared(dtype: torch.dtype) -> None:
+    """One panel, which one thread multiplies while the other may still prepare its tile."""
+    weight = pack_weight(torch.randn(32, 4000).to(dtype))
+    x = torch.randn(24, 4000)
+    shifted = [x.roll(shift, 0) for shift in range(24)]
+    results = [torch.empty(24, 32) for _ in shifted]
+    with native.record() as program:
+        for rows, out in zip(shifted, results, strict=True):
+            linear(rows, weight, out=out)
+    for _ in range(5):
+        program.run(2)
+        for shift, result in enumerate(results):
+            assert torch.equal(result, results[0].roll(shift, 0))
+
+
 _DIGEST = """
 import hashlib
 from test_linear_bits import inputs, make
