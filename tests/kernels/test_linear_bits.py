@@ -53,27 +53,49 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_alone_has_the_bits_it_has_in_a_crowd(kind: str) -> None:
-    weight, x = make(kind), inputs()
-    crowd = linear(x, weight)
+    weight, x, bias = make(kind), inputs(), torch.randn(SIZE_OUT)
+    crowd = linear(x, weight, bias)
     for row in (0, 5, NUM_ROWS - 1):
-        assert torch.equal(linear(x[row : row + 1], weight)[0], crowd[row])
+        assert torch.equal(linear(x[row : row + 1], weight, bias)[0], crowd[row])
     for count in (2, 3, 7, 12, 13, 25, 32):
         for first in (0, 41, NUM_ROWS - count):
-            batch = linear(x[first : first + count], weight)
+            batch = linear(x[first : first + count], weight, bias)
             assert torch.equal(batch, crowd[first : first + count])
-    assert torch.equal(linear(x.flip(0), weight).flip(0), crowd)
+    assert torch.equal(linear(x.flip(0), weight, bias).flip(0), crowd)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_threads_gives_the_same_bits(kind: str) -> None:
     weight, x = make(kind), inputs()
+    torch.set_num_threads(1)
     for count in (1, 9, NUM_ROWS):
-        results = []
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            results += [linear(x[:count], weight) for _ in range(3)]
-        assert all(torch.equal(result, results[0]) for result in results)
+        # Other rows each time: what a thread reads too early are those of the operation before.
+        shifted = [x.roll(shift, 0)[:count].contiguous() for shift in range(12)]
+        expected = [linear(rows, weight) for rows in shifted]
+        for num_threads in (2, 3):
+            results = [torch.empty(count, SIZE_OUT) for _ in shifted]
+            with native.record() as program:
+                for rows, out in zip(shifted, results, strict=True):
+                    linear(rows, weight, out=out)
+            program.run(num_threads)
+            assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_row_is_read_before_it_is_prepared(dtype: torch.dtype) -> None:
+    """One panel, which one thread multiplies while the other may still prepare its tile."""
+    weight = pack_weight(torch.randn(32, 4000).to(dtype))
+    x = torch.randn(24, 4000)
+    shifted = [x.roll(shift, 0) for shift in range(24)]
+    results = [torch.empty(24, 32) for _ in shifted]
+    with native.record() as program:
+        for rows, out in zip(shifted, results, strict=True):
+            linear(rows, weight, out=out)
+    for _ in range(5):
+        program.run(2)
+        for shift, result in enumerate(results):
+            assert torch.equal(result, results[0].roll(shift, 0))
 
 
 _DIGEST = """
