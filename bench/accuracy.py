@@ -78,6 +78,11 @@ def log_probabilities(
     [T - 1, vocab_size] fp32 on the CPU.
     """
     config = loaded.model.config
+    longest = max(len(tokens) for tokens in windows)
+    if longest > config.context_length:
+        raise ValueError(
+            f"window {longest} is beyond the model's context of {config.context_length}"
+        )
     kv_dtype = choose_kv_dtype(kv_cache, loaded.dtype)
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, kv_dtype)
     results = []

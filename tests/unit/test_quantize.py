@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from legato.cluster import config as cluster_config
 from legato.kernels import native, quantize_weight
 from legato.kernels.quantize_weight import quantize_int4, quantize_int8
+from legato.worker import config as worker_config
 from legato.worker.weights.join_rows import join_rows
 from legato.worker.weights.quantize import MODES, quantize
 
@@ -241,3 +243,9 @@ def test_each_group_is_quantised_as_if_it_were_alone(path: str, width: int) -> N
         assert torch.equal(values, alone.values)
         assert torch.equal(whole.scales[:, index], alone.scales[:, 0])
         assert torch.equal(whole.offsets[:, index], alone.offsets[:, 0])
+
+
+def test_worker_cluster_and_modes_know_the_same_names() -> None:
+    assert worker_config.WEIGHTS == cluster_config.WEIGHTS == ("auto", "keep", *MODES)
+    assert MODES["int4"] == MODES["int4-g64"]
+    assert [str(mode) for mode in MODES.values()][2:] == list(MODES)[2:]
