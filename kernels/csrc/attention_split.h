@@ -62,7 +62,7 @@ void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *ne
 /* into = into and from; in the order of the splits. */
 void lg_merge_split(lg_partial into, lg_partial from, int64_t rows, int64_t width);
 
-/* The first and the last but one split of the keys that the rows see. */
+/* The splits of the keys that the rows see are [lg_first_split, lg_end_split). */
 int64_t lg_first_split(const lg_attention *a);
 int64_t lg_end_split(const lg_attention *a);
 

@@ -49,13 +49,34 @@ LG_INLINE lg_i32x16 lg_widen_signed(const int8_t *p) {
 }
 
 /* e4m3 without infinities: 4 bits of exponent (bias 7), 3 of mantissa; 0x7f is NaN. */
+LG_INLINE float lg_fp8_value(uint8_t bits) {
+    const uint32_t magnitude = bits & 0x7f;
+    const float v = magnitude == 0x7f ? NAN
+                    : magnitude < 8   ? (float)magnitude * 0x1p-9f
+                                      : ldexpf((float)(8 + magnitude % 8), (int)magnitude / 8 - 10);
+    return bits & 0x80 ? -v : v;
+}
+
+#if !defined(__AVX512F__)
+static float lg_fp8_values[256];
+__attribute__((constructor)) static void fill_fp8_values(void) {
+    for (int i = 0; i < 256; i++) lg_fp8_values[i] = lg_fp8_value((uint8_t)i);
+}
+#endif
+
 LG_INLINE lg_f32x16 lg_fp8_load(const uint8_t *p) {
+#if defined(__AVX512F__)
     lg_u32x16 bits = (lg_u32x16)lg_widen_signed((const int8_t *)p), magnitude = bits & 0x7f;
     lg_f32x16 normal = (lg_f32x16)((magnitude << 20) + (120u << 23));
     lg_f32x16 small = __builtin_convertvector((lg_i32x16)magnitude, lg_f32x16) * 0x1p-9f;
     lg_f32x16 v = lg_select((lg_i32x16)(magnitude < 8), small, normal);
     lg_i32x16 nan = (lg_i32x16)(magnitude == 0x7f);
     return (lg_f32x16)((lg_i32x16)v | (nan & 0x7fc00000) | (lg_i32x16)((bits & 0x80) << 24));
+#else
+    float v[LG_LANES];
+    for (int i = 0; i < LG_LANES; i++) v[i] = lg_fp8_values[p[i]];
+    return lg_load(v);
+#endif
 }
 
 /* To the nearest, ties to even; beyond 464 it is NaN. */

@@ -101,6 +101,12 @@ LG_INLINE void lg_bf16_store(uint16_t *p, lg_f32x16 v) {
 LG_INLINE lg_f32x16 lg_f16_load(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (lg_f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    __m256 half[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                      _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+    lg_f32x16 v;
+    memcpy(&v, half, sizeof v);
+    return v;
 #else
     lg_f32x16 v;
     for (int i = 0; i < LG_LANES; i++) {
