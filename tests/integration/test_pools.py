@@ -106,16 +106,16 @@ async def test_a_big_request_does_not_hold_up_small_ones_nor_starve(folder: Path
 
 
 async def test_a_slow_queue_honours_deadlines_without_prefill(folder: Path) -> None:
-    async with LocalService(folder, prefill_args=pool(512), decode_args=pool(128)) as service:
+    async with LocalService(folder, prefill_args=pool(512), decode_args=pool(480)) as service:
         blocker = service.generation.Generate(
-            request([1] * 28, max_tokens=100, ignore_eos=True), timeout=60
+            request([1] * 28, max_tokens=450, ignore_eos=True), timeout=60
         )
         await blocker.read()
         before = sum(load.prefill_tokens for _, load in await service.loads())
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await collect(
                 service.generation.Generate(
-                    request([2] * 60, max_tokens=60, ignore_eos=True), timeout=0.05
+                    request([2] * 60, max_tokens=60, ignore_eos=True), timeout=0.04
                 )
             )
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
