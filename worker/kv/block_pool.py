@@ -35,7 +35,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self._total = num_blocks
-        # First in, first out: a block is reused as late as possible, which a cached prefix wants.
+        # Last in, first out: memory that has been touched is used again before new one is.
         self._idle = deque(range(num_blocks))
         self._held: set[int] = set()
         self._reserved = 0
@@ -101,7 +101,9 @@ class BlockPool:
             if strange := unique - self._held:
                 raise ValueError(f"blocks {sorted(strange)} are not held and cannot be freed")
             self._held -= unique
-            self._idle.extend(blocks)
+            self._idle.extendleft(
+                reversed(blocks)
+            )  # the last ones freed go out first: their pages are there
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in exactly one state."""
