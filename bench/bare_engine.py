@@ -156,7 +156,9 @@ class BareEngine:
         started_s = time.perf_counter()
         logits = self._runner.forward(step)
         sampling = [part.sequence for part in step.parts if part.samples]
-        sampled = sample(logits, [_row(sequence) for sequence in sampling]) if sampling else []
+        sampled = (
+            sample(logits, [SamplingRow.of(sequence) for sequence in sampling]) if sampling else []
+        )
         scheduler.commit(step)
         now_s = time.perf_counter()
         going_on = []
@@ -235,15 +237,6 @@ def _sequence(prompt: list[int], max_tokens: int) -> Sequence:
     )
     # A copy: the engine appends the answer to it.
     return Sequence(list(prompt), len(prompt), params, frozenset())
-
-
-def _row(sequence: Sequence) -> SamplingRow:
-    return SamplingRow(
-        params=sequence.params,
-        prompt_token_ids=sequence.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
-        banned_token_ids=sequence.banned_token_ids,
-    )
 
 
 def _never_called(cause: BaseException) -> None:

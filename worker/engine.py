@@ -265,7 +265,9 @@ class Engine:
         logits = self._runner.forward(step, unread)
         model_s = time.perf_counter() - started_at_s
         sequences = [part.sequence for part in step.parts if part.samples]
-        sampled = self._sample(logits, [_row(s) for s in sequences]) if sequences else None
+        sampled = (
+            self._sample(logits, [SamplingRow.of(s) for s in sequences]) if sequences else None
+        )
         self._scheduler.commit(step)
         for sequence in sequences:
             sequence.num_unread += 1
@@ -340,13 +342,3 @@ class Engine:
 def _deliver(events: list[tuple[Mailbox, EngineEvent]]) -> None:
     for mailbox, event in events:
         mailbox.put(event)
-
-
-def _row(sequence: Sequence) -> SamplingRow:
-    return SamplingRow(
-        params=sequence.params,
-        prompt_token_ids=sequence.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
-        banned_token_ids=sequence.banned_token_ids,
-        num_unread=sequence.num_unread,
-    )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from legato.worker.sampling_params import SamplingParams
+    from legato.worker.sequence import Sequence as RunningSequence
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,17 @@ class SamplingRow:
     output_token_ids: Sequence[int]  # emitted so far, as far as they are known
     banned_token_ids: frozenset[int]  # EOS and stop tokens while min_tokens is not reached
     num_unread: int = 0  # sampled tokens whose values have not come back from the device
+
+    @classmethod
+    def of(cls, sequence: RunningSequence) -> SamplingRow:
+        """The row of a sequence as it stands."""
+        return cls(
+            params=sequence.params,
+            prompt_token_ids=sequence.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            banned_token_ids=sequence.banned_token_ids,
+            num_unread=sequence.num_unread,
+        )
 
     @property
     def index(self) -> int:
