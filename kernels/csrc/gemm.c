@@ -28,22 +28,19 @@ static const uint8_t *prepare_all(const lg_gemm *g, const void *kind, lg_gemm_pr
     return to;
 }
 
-/* One tile: each panel is read once, so memory is the limit, and long runs of it are read fastest
- * (tasks of 96 KB cost a tenth to a quarter). One run a thread makes three quarters of the weight;
- * the rest goes in short tasks to whoever is free. */
+/* Tasks of run_one_tile: lg_claim counts up to 65535 a thread. */
+#define MOST_TASKS 65535
+
+/* One tile: each panel is read once, so memory is the limit, and it is read fastest in one long run
+ * a thread. */
 static void run_one_tile(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,
                          lg_gemm_multiply multiply, int64_t panels, lg_team *team) {
-    const int64_t run = panels * 3 / (4 * team->size), rest = run * team->size;
-    const int64_t piece = larger(1, (panels - rest) / (8 * team->size));
-    const int64_t tasks = team->size + (panels - rest + piece - 1) / piece;
+    const int64_t piece = (panels + MOST_TASKS - 1) / MOST_TASKS;
+    const int64_t tasks = (panels + piece - 1) / piece;
     const uint8_t *prepared = prepare_all(g, kind, prepare, 1, team);
-    for (int64_t task; (task = lg_take(team, 1, tasks)) >= 0;) {
-        const int is_run = task < team->size;
-        const int64_t first = is_run ? task * run : rest + (task - team->size) * piece;
-        const int64_t last = is_run ? first + run : smaller(first + piece, panels);
-        for (int64_t panel = first; panel < last; panel++)
+    for (int64_t task; (task = lg_claim(team, tasks)) >= 0;)
+        for (int64_t panel = task * piece; panel < smaller((task + 1) * piece, panels); panel++)
             multiply(g, kind, 0, (int)g->rows, prepared, panel);
-    }
 }
 
 void lg_gemm_run(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,

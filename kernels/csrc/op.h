@@ -40,6 +40,11 @@ void lg_barrier(lg_team *team);
  * [0, LG_COUNTERS) tells the phases of one operation apart; all are 0 when it starts. */
 int64_t lg_take(lg_team *team, int counter, int64_t total);
 
+/* The next task of [0, total) for this thread, or -1. Each thread has an even share, which it takes
+ * from the front, in order; with that done it takes from the ends of the others' shares. Between two
+ * barriers only one such set of tasks can be given out. */
+int64_t lg_claim(lg_team *team, int64_t total);
+
 /* This thread's even share [*begin, *end) of [0, total). */
 void lg_share(const lg_team *team, int64_t total, int64_t *begin, int64_t *end);
 

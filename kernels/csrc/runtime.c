@@ -16,6 +16,9 @@ struct lg_shared {
     struct {
         _Atomic int64_t next __attribute__((aligned(CACHE_LINE)));
     } counters[LG_COUNTERS];
+    struct {
+        _Atomic uint64_t taken __attribute__((aligned(CACHE_LINE)));
+    } shares[LG_MAX_THREADS];
     void *scratch[LG_MAX_THREADS + 1]; /* the last one is the team's */
     size_t scratch_bytes[LG_MAX_THREADS + 1];
 };
@@ -50,11 +53,12 @@ static void clear_counters(struct lg_shared *shared) {
 /* `ends_op`: every thread is past its last lg_take, so the counters start again. */
 static void wait_for_all(lg_team *team, int ends_op) {
     struct lg_shared *shared = team->shared;
+    unsigned phase = atomic_load_explicit(&shared->phase, memory_order_relaxed);
     if (team->size == 1) {
         if (ends_op) clear_counters(shared);
+        atomic_store_explicit(&shared->phase, phase + 1, memory_order_relaxed);
         return;
     }
-    unsigned phase = atomic_load_explicit(&shared->phase, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&shared->arrived, 1, memory_order_acq_rel) == team->size - 1) {
         if (ends_op) clear_counters(shared);
         atomic_store_explicit(&shared->arrived, 0, memory_order_relaxed);
@@ -76,6 +80,32 @@ int64_t lg_take(lg_team *team, int counter, int64_t total) {
     int64_t task = atomic_fetch_add_explicit(&team->shared->counters[counter].next, 1,
                                              memory_order_relaxed);
     return task < total ? task : -1;
+}
+
+/* One task of a share of `count`; -1: all are taken. `taken` is the phase (32 bits), how many went at
+ * the end (16) and at the front (16); with another phase than now it says that none did. */
+static int64_t claim_one(_Atomic uint64_t *taken, unsigned phase, int64_t count, int at_end) {
+    uint64_t before = atomic_load_explicit(taken, memory_order_relaxed);
+    for (;;) {
+        const uint64_t now = before >> 32 == phase ? before : (uint64_t)phase << 32;
+        const int64_t front = now & 0xffff, end = now >> 16 & 0xffff;
+        if (front + end >= count) return -1;
+        if (atomic_compare_exchange_weak_explicit(taken, &before, now + (at_end ? 1 << 16 : 1),
+                                                  memory_order_relaxed, memory_order_relaxed))
+            return at_end ? count - 1 - end : front;
+    }
+}
+
+int64_t lg_claim(lg_team *team, int64_t total) {
+    struct lg_shared *shared = team->shared;
+    const unsigned phase = atomic_load_explicit(&shared->phase, memory_order_relaxed);
+    for (int i = 0; i < team->size; i++) {
+        const int owner = (team->rank + i) % team->size;
+        const int64_t begin = total * owner / team->size, end = total * (owner + 1) / team->size;
+        const int64_t task = claim_one(&shared->shares[owner].taken, phase, end - begin, i > 0);
+        if (task >= 0) return begin + task;
+    }
+    return -1;
 }
 
 void lg_share(const lg_team *team, int64_t total, int64_t *begin, int64_t *end) {

@@ -82,6 +82,20 @@ def test_any_number_of_threads_gives_the_same_bits(kind: str) -> None:
             assert all(map(torch.equal, results, expected))
 
 
+@pytest.mark.parametrize("panels", [1, 2, 3, 5, 37, 300])
+def test_every_panel_is_multiplied_just_once(panels: int) -> None:
+    """A thread that is done takes panels of others': one taken twice would be added twice."""
+    weight, x = pack_weight(torch.ones(panels * 32, 8)), torch.ones(1, 8)
+    out = torch.zeros(1, panels * 32)
+    with native.record() as program:
+        for _ in range(50):
+            linear(x, weight, out=out, accumulate=True)
+    runs = (1, 2, 3, 7, 2, 64, 1, 2)
+    for num_threads in runs:
+        program.run(num_threads)
+    assert torch.equal(out, torch.full_like(out, 8.0 * 50 * len(runs)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_row_is_read_before_it_is_prepared(dtype: torch.dtype) -> None:
     """One panel, which one thread multiplies while the other may still prepare its tile."""
