@@ -33,7 +33,8 @@ def argmax(logits: Tensor) -> Tensor:
 
         return choose_triton.argmax(logits, out)
     if native.takes(logits):
-        native.launch("lg_argmax", (logits, out), (*logits.shape, logits.stride(0)))
+        sizes = (*logits.shape, logits.stride(0))
+        native.launch("lg_argmax", (logits, out), sizes, num_tasks=logits.shape[0])
         return out
     return out.copy_(_argmax(logits))
 
@@ -67,7 +68,8 @@ def choose(logits: Tensor, choices: Choices) -> Tensor:
         return choose_triton.choose(logits, choices, out)
     if native.takes(logits):
         tensors = (logits, choices.reals, choices.integers, out)
-        native.launch("lg_choose", tensors, (num_rows, vocab_size, logits.stride(0)))
+        sizes = (num_rows, vocab_size, logits.stride(0))
+        native.launch("lg_choose", tensors, sizes, num_tasks=num_rows)
         return out
     return out.copy_(_choose(logits, choices))
 

@@ -30,7 +30,8 @@ def logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Ten
         values = torch.empty(num_rows, count)
         ids = torch.empty(num_rows, count, dtype=torch.int64)
         tensors = (logits, token_ids.contiguous(), own, values, ids)
-        native.launch("lg_logprobs", tensors, (num_rows, vocab_size, logits.stride(0), count))
+        sizes = (num_rows, vocab_size, logits.stride(0), count)
+        native.launch("lg_logprobs", tensors, sizes, num_tasks=num_rows)
         return own, values, ids
     if logits.is_cuda:
         from legato.kernels import logprobs_triton

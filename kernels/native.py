@@ -127,17 +127,26 @@ def record() -> Iterator[Program]:
 
 
 def launch(
-    name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], scalars: Sequence[float] = ()
+    name: str,
+    tensors: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    scalars: Sequence[float] = (),
+    *,
+    num_tasks: int | None = None,
 ) -> None:
     """Runs, or records, the C function `name` on at most 14 tensors, 16 sizes and 4 scalars.
 
-    Shapes, strides and dtypes are the caller's to check: C does not.
+    Shapes, strides and dtypes are the caller's to check: C does not. `num_tasks`: into how many
+    the operation can be divided; when it is run at once, no more threads are woken.
     """
     program: Program | None = getattr(_recording, "program", None)
     if program is not None:
         program.add(name, tensors, sizes, scalars)
         return
-    _run(_buffer(_encode(name, tensors, sizes, scalars)), 1, torch.get_num_threads())
+    num_threads = torch.get_num_threads()
+    if num_tasks is not None:
+        num_threads = min(num_threads, num_tasks)
+    _run(_buffer(_encode(name, tensors, sizes, scalars)), 1, num_threads)
 
 
 def _encode(

@@ -35,7 +35,9 @@ def take_rows(
     if native.takes(out) and isinstance(table, Tensor):
         require_contiguous(table=table)
         sizes = (indices.shape[0], width, _DTYPE_CODES[table.dtype], int(add))
-        native.launch("lg_take_rows", (table, indices, out), sizes, (scale,))
+        native.launch(
+            "lg_take_rows", (table, indices, out), sizes, (scale,), num_tasks=out.shape[0]
+        )
         return out
     if isinstance(table, PackedWeight):
         if not native.takes(out):
@@ -43,7 +45,7 @@ def take_rows(
         groups = (table.group_size, *table.group_codes) if table.group_size else ()
         sizes = (indices.shape[0], width, _KIND_CODES[table.kind], int(add), *groups)
         tensors = (table.data, indices, out, table.scales, table.offsets)
-        native.launch("lg_take_packed_rows", tensors, sizes, (scale,))
+        native.launch("lg_take_packed_rows", tensors, sizes, (scale,), num_tasks=out.shape[0])
         return out
     if isinstance(table, QuantizedWeight):
         rows = table.rows(indices).dequantize()

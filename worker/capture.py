@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from legato.kernels import native
+from legato.kernels.choose import argmax
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Captured(Protocol):
-    """A captured pass. Its logits are valid from one `replay` to the next of any pass."""
+    """A captured pass. Its results are valid from one `replay` to the next of any pass."""
 
-    logits: Tensor
+    logits: Tensor  # [R, vocab_size] fp32
+    best: Tensor  # [R] int64, their `argmax`: computed here it costs no call of its own
 
     def replay(self) -> None:
         """Runs it; on a device, queues it."""
@@ -30,6 +32,7 @@ class CpuProgram:
     def __init__(self, forward: Callable[[], Tensor]) -> None:
         with native.record() as self._program:
             self.logits = forward()
+            self.best = argmax(self.logits)
 
     def replay(self) -> None:
         """Blocks, without the interpreter lock."""
@@ -50,6 +53,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self.logits = forward()
+            self.best = argmax(self.logits)
 
     def replay(self) -> None:
         """Queues it on the current stream."""

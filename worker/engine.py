@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as SequenceOf
 
-    from torch import Tensor
-
     from legato.worker.forward import Model
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.cache import KvCache
+    from legato.worker.logits import Logits
     from legato.worker.mailbox import EngineEvent
     from legato.worker.sampler import PendingTokens, Sampled
     from legato.worker.scheduling.step import Scheduler, Step
     from legato.worker.sequence import Sequence
 
-    SampleFunction = Callable[[Tensor, SequenceOf[SamplingRow]], PendingTokens]
+    SampleFunction = Callable[[Logits, SequenceOf[SamplingRow]], PendingTokens]
 
 _log = logging.getLogger(__name__)
 # The engine is woken by every command; this only bounds the wait.

@@ -13,10 +13,9 @@ from legato.worker.capture import CpuProgram, CudaGraph
 from legato.worker.decode_inputs import DecodeInputs
 from legato.worker.forward import new_tensor
 from legato.worker.kv.block_pool import blocks_for
+from legato.worker.logits import Logits
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from legato.worker.capture import Captured
     from legato.worker.forward import Empty, ForwardBatch, Model
     from legato.worker.kv.cache import KvCache
@@ -32,7 +31,7 @@ class ModelRunner:
     each batch size, on CUDA for buckets of batch size and context, filled up with spare rows.
     Other passes on such a CPU are captured as well, for one run: it is a single call.
 
-    Logits are valid until the next step.
+    What a step computes is valid until the next one.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class ModelRunner:
             if device.type == "cuda":
                 self._graph_pool = torch.cuda.graph_pool_handle()
 
-    def forward(self, step: Step, unread: UnreadTokens | None = None) -> Tensor:
-        """Logits [R, vocab_size] fp32 of the step's sampling parts, in order.
+    def forward(self, step: Step, unread: UnreadTokens | None = None) -> Logits:
+        """Those of the step's sampling parts, in order.
 
         `unread` holds the tokens of the step before that have not come back from the device.
         On CUDA the work is only queued when this returns.
@@ -70,8 +69,8 @@ class ModelRunner:
             batch = self._batch(step, unread, self._arena.empty)
             captured = CpuProgram(lambda: self._model.forward(batch, self._cache))
             captured.replay()
-            return captured.logits
-        return self._model.forward(self._batch(step, unread, new_tensor), self._cache)
+            return Logits(captured.logits, captured.best)
+        return Logits(self._model.forward(self._batch(step, unread, new_tensor), self._cache))
 
     def wait(self) -> None:
         """Until the device has computed all that was queued."""
@@ -82,7 +81,7 @@ class ModelRunner:
         size = self._cache.shape.block_size
         return build_batch(step, size, self._device, unread=unread, empty=empty)
 
-    def _decode(self, inputs: DecodeInputs, step: Step, unread: UnreadTokens | None) -> Tensor:
+    def _decode(self, inputs: DecodeInputs, step: Step, unread: UnreadTokens | None) -> Logits:
         count = len(step.parts)
         num_rows, max_blocks = (
             count,
@@ -99,7 +98,7 @@ class ModelRunner:
             captured = self._capture(inputs, num_rows, max_blocks)
         self._captured.move_to_end(key)
         captured.replay()
-        return captured.logits[:count]
+        return Logits(captured.logits[:count], captured.best[:count])
 
     def _capture(self, inputs: DecodeInputs, num_rows: int, max_blocks: int) -> Captured:
         captured: Captured

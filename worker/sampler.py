@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from legato.worker.logits import Logits
     from legato.worker.sampling_params import SamplingParams
     from legato.worker.sequence import Sequence as RunningSequence
 
@@ -75,13 +76,12 @@ class PendingTokens(Protocol):
         ...
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def sample(logits: Logits, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """`launch_sample`, and at once the tokens."""
     return launch_sample(logits, rows).collect()
 
 
-@torch.inference_mode()
-def launch_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
+def launch_sample(logits: Logits, rows: Sequence[SamplingRow]) -> PendingTokens:
     """Chooses one token a row.
 
     A row is worked on in this order: bias, repetition penalty, presence and frequency penalties,
@@ -91,23 +91,27 @@ def launch_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
     on at once; a row's result has the same bits in any company.
 
     Args:
-        logits: [R, vocab_size] fp32; left as they are, and free when this returns.
+        logits: [R, vocab_size]; left as they are, and free when this returns.
         rows: R of them.
     """
-    if logits.shape[0] != len(rows):
-        raise ValueError(f"logits have {logits.shape[0]} rows for {len(rows)} requests")
+    values = logits.values
+    if values.shape[0] != len(rows):
+        raise ValueError(f"logits have {values.shape[0]} rows for {len(rows)} requests")
     changes = {r: change for r, row in enumerate(rows) if (change := _changes(row)) is not None}
-    if all(row.params.greedy for row in rows) and not changes:
-        tokens = argmax(logits)
+    greedy = all(row.params.greedy for row in rows) and not changes
+    if greedy or changes:
+        best = argmax(values) if logits.best is None else logits.best.clone()
+    if greedy:
+        tokens = best
     else:
-        changed = logits
+        changed = values
         if changes:
-            changed = _rows(logits, range(len(rows)))
+            changed = _rows(values, range(len(rows)))
             change_logits(changed, changes)
-        tokens = choose(changed, _choices(rows, logits.device))
+        tokens = choose(changed, _choices(rows, values.device))
         if changes:  # a ban may have hidden what is broken
-            tokens = tokens.where(argmax(logits) >= 0, -1)
-    return _Launched(tokens, _Logprobs.of(logits, tokens, rows))
+            tokens = tokens.where(best >= 0, -1)
+    return _Launched(tokens, _Logprobs.of(values, tokens, rows))
 
 
 class _Launched:

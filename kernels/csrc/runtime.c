@@ -109,8 +109,9 @@ int64_t lg_claim(lg_team *team, int64_t total) {
 }
 
 void lg_share(const lg_team *team, int64_t total, int64_t *begin, int64_t *end) {
-    *begin = total * team->rank / team->size;
-    *end = total * (team->rank + 1) / team->size;
+    /* Rounded up: the caller's own thread, rank 0, has its share first. */
+    *begin = (total * team->rank + team->size - 1) / team->size;
+    *end = (total * (team->rank + 1) + team->size - 1) / team->size;
 }
 
 static void *grow(struct lg_shared *shared, int place, size_t bytes) {

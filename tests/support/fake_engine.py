@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from legato.worker.forward import ForwardBatch
     from legato.worker.kv.cache import KvCache
+    from legato.worker.logits import Logits
     from legato.worker.sampler import SamplingRow
 
 VOCAB_SIZE = 320
@@ -126,10 +127,10 @@ class ReadTokens:
         return self.sampled
 
 
-def fake_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens:
+def fake_sample(logits: Logits, rows: Sequence[SamplingRow]) -> ReadTokens:
     """Greedy; a banned token gives way to the next id that is not."""
     sampled = []
-    for row_logits, row in zip(logits, rows, strict=True):
+    for row_logits, row in zip(logits.values, rows, strict=True):
         token_id = int(row_logits.argmax())
         while token_id in row.banned_token_ids:
             token_id = (token_id + 1) % VOCAB_SIZE

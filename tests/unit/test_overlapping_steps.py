@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from legato.worker.logits import Logits
     from legato.worker.sampler import Sampled, SamplingRow
 
 
@@ -41,7 +42,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Both engines overlap; the decode engine's steps are logged as they start and are read."""
     entries: list[str] = []
 
-    def logged_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> ReadTokens | LoggedTokens:
+    def logged_sample(logits: Logits, rows: Sequence[SamplingRow]) -> ReadTokens | LoggedTokens:
         tokens = fake_sample(logits, rows)
         if not rows[0].index:
             return tokens  # of the prefill worker

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from legato.kernels.counter_rng import uniform
-from legato.worker.sampler import Sampled, SamplingRow, sample
+from legato.worker import sampler
+from legato.worker.logits import Logits
+from legato.worker.sampler import Sampled, SamplingRow, launch_sample
 from legato.worker.sampling_params import SamplingParams
 
 VOCAB_SIZE = 320
@@ -46,6 +48,10 @@ def make_row(
 def at_index(index: int, **overrides: Any) -> SamplingRow:  # noqa: ANN401  # see make_row
     """A row whose next token has this output index; no penalties read the output."""
     return make_row(output=(0,) * index, **overrides)
+
+
+def sample(values: Tensor, rows: list[SamplingRow]) -> list[Sampled]:
+    return sampler.sample(Logits(values), rows)
 
 
 def one(logits: Tensor, row: SamplingRow) -> Sampled:
@@ -379,3 +385,21 @@ def test_rows_and_logits_must_fit() -> None:
     with pytest.raises(ValueError, match="2 rows for 1 requests"):
         sample(random_logits(2), [make_row()])
     assert sample(torch.empty(0, VOCAB_SIZE), []) == []
+
+
+def test_the_pass_own_best_tokens_are_taken_and_kept() -> None:
+    values, best = random_logits(2), torch.tensor([7, -1])
+    taken = launch_sample(Logits(values, best), [make_row(temperature=0.0)] * 2)
+    best.fill_(9)  # the next pass writes there
+    assert taken.token_ids.tolist() == [7, -1]
+    with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
+        taken.collect()
+
+
+def test_a_broken_row_is_reported_though_a_ban_hides_it() -> None:
+    values, banned = random_logits(2), frozenset({3})
+    values[1, 3] = math.nan
+    rows = [make_row(temperature=0.0, banned=banned)] * 2
+    for best in (None, torch.tensor([5, -1])):
+        with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
+            sampler.sample(Logits(values, best), rows)
