@@ -58,7 +58,8 @@ def row_changes(
 def change_logits(logits: Tensor, changes: Mapping[int, RowChanges]) -> None:
     """Makes each row's changes to logits [R, V] fp32, in place, without waiting for the device.
 
-    Bans that would leave a row no token at all (a tiny vocabulary) are lifted.
+    Bans that would leave a row no token at all (a tiny vocabulary) are lifted. A finite logit stays
+    finite, however extreme the change: an infinite one is the mark of a broken row.
 
     Args:
         logits: rows may have any stride.
@@ -67,9 +68,12 @@ def change_logits(logits: Tensor, changes: Mapping[int, RowChanges]) -> None:
     rows, ids, amounts = _flat({row: (c.ids, c.amounts) for row, c in changes.items()}, logits)
     if len(ids):
         bias, repetition, subtract = amounts.unbind(1)
-        values = logits[rows, ids] + bias
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits.index_put_((rows, ids), values - subtract)
+        before = logits[rows, ids]
+        values = before + bias
+        values = torch.where(values > 0, values / repetition, values * repetition) - subtract
+        largest = torch.finfo(values.dtype).max
+        values = values.clamp(-largest, largest).where(before.isfinite(), values)
+        logits.index_put_((rows, ids), values)
     bans = {row: (c.banned_ids, None) for row, c in changes.items() if len(c.banned_ids)}
     if not bans:
         return

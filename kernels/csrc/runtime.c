@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "op.h"
 
@@ -171,6 +172,21 @@ static int start_threads(int wanted) {
         pool_threads++;
     }
     return pool_threads;
+}
+
+/* fork() copies this memory, but of the threads only the one that called it: the child begins without
+ * a team, and with nobody who would unlock what another thread held or finish what it was at. */
+static void begin_as_child(void) {
+    pthread_mutex_init(&pool_busy, NULL);
+    pthread_mutex_init(&pool_lock, NULL);
+    pthread_cond_init(&pool_wake, NULL);
+    pool_threads = 0;
+    /* Scratch memory may have been at its growing: what is there is given up. */
+    memset(&pool_shared, 0, sizeof pool_shared);
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, begin_as_child);
 }
 
 /* Runs `count` operations in order on up to `num_threads` threads, this one included. While

@@ -117,6 +117,32 @@ print(time.process_time() - before)
     assert float(ran.stdout) < 0.1  # CPU seconds in a second of sleep
 
 
+def test_a_forked_child_has_a_team_of_its_own() -> None:
+    code = """
+import os, torch
+from legato.kernels import native
+from legato.kernels.rms_norm import rms_norm
+x, w = torch.randn(64, 64), torch.ones(64)
+out = torch.empty_like(x)
+with native.record() as program:
+    rms_norm(x, w, 1e-5, out)
+program.run(3)
+expected = out.tolist()
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        out.zero_()
+        program.run(3)
+        os._exit(0 if out.tolist() == expected else 3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+program.run(3)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.split() == ["0", "0", "0"]
+
+
 def test_the_arena_reuses_its_memory_and_tells_when_it_moved() -> None:
     arena, cpu = Arena(), torch.device("cpu")
 

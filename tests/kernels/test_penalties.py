@@ -82,3 +82,23 @@ def test_a_repetition_penalty_over_a_long_prompt() -> None:
     )
     change_logits(logits, {0: changes})
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("repetition", [1e-45, 1e-38, 3e38])
+def test_extreme_penalties_leave_finite_logits_finite(device: str, repetition: float) -> None:
+    logits = torch.tensor([[9.0, 4.0, -3.0, -8.0, 0.0, -math.inf, math.inf]], device=device)
+    changes = row_changes(
+        bias={},
+        seen_ids=range(7),
+        repetition=repetition,
+        output_ids=(),
+        presence=0.0,
+        frequency=0.0,
+        banned_ids=(),
+    )
+    change_logits(logits, {0: changes})
+    row = logits[0].tolist()
+    assert all(math.isfinite(x) for x in row[:5])
+    assert row[0] >= row[1] >= row[4] >= row[2] >= row[3]
+    assert row[5:] == [-math.inf, math.inf]

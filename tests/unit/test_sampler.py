@@ -174,6 +174,16 @@ def test_repetition_penalty_counts_prompt_and_output_once_and_by_sign() -> None:
     assert chosen([2.0, 3.0], prompt=(0,), repetition_penalty=0.5) == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1e-45, 1e-38, 3e38])
+def test_no_repetition_penalty_makes_a_row_look_broken(penalty: float, temperature: float) -> None:
+    row = make_row(
+        prompt=tuple(range(VOCAB_SIZE)), repetition_penalty=penalty, temperature=temperature
+    )
+    for logits in (random_logits()[0], -random_logits()[0].abs()):
+        assert 0 <= one(logits, row).token_id < VOCAB_SIZE
+
+
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     assert chosen([3.0, 2.0], prompt=(0, 0), presence_penalty=2.0) == 0
     assert chosen([3.0, 2.0], output=(0,), presence_penalty=1.1) == 1
