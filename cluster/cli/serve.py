@@ -28,7 +28,9 @@ def parse_size(text: str) -> int:
     """Bytes from 1GiB, 512MiB, 2GB (powers of 1000) or a plain number."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"must be a size such as 512MiB or 2GiB, got {text!r}")
+        raise typer.BadParameter(
+            f"must be a size such as 512MiB or 2GiB, got {text!r}", param_hint="--kv-memory"
+        )
     return int(float(match[1]) * _UNIT[(match[2] or "").upper()])
 
 
