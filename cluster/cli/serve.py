@@ -11,6 +11,7 @@ import typer
 from legato.cluster.cli.connection import DEFAULT_PORT
 from legato.cluster.cli.progress import TerminalProgress
 from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
+from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,6 +186,7 @@ def run_service(
     progress = TerminalProgress()
     owner = Owner(config, progress, stop)
     drain_timeout_s: float | None = None
+    because = ""
     try:
         address = owner.start()
         progress.close()
@@ -192,8 +194,11 @@ def run_service(
     except StartInterruptedError:
         progress.stage("interrupted")
         return 130
+    except ServiceError as error:
+        because = str(error)
+        raise
     finally:
-        owner.end(drain_timeout_s)
+        owner.end(drain_timeout_s, because)
         progress.close()
     progress.stage("ended")
     return 0
