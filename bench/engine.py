@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "dtype": args.dtype,
                 "weights": args.weights,
                 "kv_cache": args.kv_cache,
-                "kv_memory_bytes": parse_byte_size(args.kv_memory),
+                "kv_memory_bytes": parse_byte_size(args.kv_memory, "--kv-memory"),
                 "block_size": args.block_size,
                 "prefill_chunk_tokens": args.prefill_chunk_tokens,
                 "num_threads": args.threads,
