@@ -172,6 +172,21 @@ def test_the_command_prints_a_line_for_each_workload(
         assert line["config"]["dtype"] == "float32"
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"weights": "int8"}, "int8"),
+        ({"weights": "int4"}, "int8"),
+    ],
+)
+def test_a_prefill_is_measured_by_the_products_that_it_makes(
+    folder: Path, settings: dict[str, str], name: str
+) -> None:
+    assert BareEngine(config(folder, **settings)).product_dtype == name
+
+
 def test_a_wrong_model_is_said_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine_bench.main(["--model", "/no/such/folder"]) == 2
     assert "no such folder" in capsys.readouterr().err
