@@ -101,5 +101,5 @@ protos-check: $(STAMP) ## Fail where the checked-in gRPC code is not what the pr
 	@$(BIN)/python -m pytest -q tests/unit/test_protos.py
 
 clean: ## Remove what was built, .venv included
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist *.egg-info kernels/native_*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find $(PKGS) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -143,11 +143,12 @@ def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
 
 def measure(model: str, forms: Sequence[str], window: int, num_threads: int | None) -> None:
     """Prints a line for the reference and one for each form."""
+    # All of them first: a wrong form is refused before minutes are spent on the others.
+    configs = {form: worker_config(model, form, num_threads) for form in (REFERENCE, *forms)}
     tokens = ModelText.load(resolve_model(model)).encode_text(TEXT)
     windows = windows_of(tokens, window)
     reference: list[Tensor] | None = None
-    for form in (REFERENCE, *forms):
-        config = worker_config(model, form, num_threads)
+    for form, config in configs.items():
         loaded = load_model(config)
         found = log_probabilities(loaded, windows, config.kv_cache)
         reference = found if reference is None else reference
@@ -177,7 +178,11 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
+    if arguments.window < 2:  # the first token of a window is not predicted
+        parser.error(f"--window must be at least 2, got {arguments.window}")
     if arguments.threads is not None:
+        if arguments.threads < 1:
+            parser.error(f"--threads must be at least 1, got {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     try:
         measure(arguments.model, arguments.form, arguments.window, arguments.threads)

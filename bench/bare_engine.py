@@ -102,6 +102,9 @@ class BareEngine:
         finally:
             loop.close()
         self.model, self.dtype, self.device = loaded.model, loaded.dtype, loaded.device
+        # What the CPU multiplies: quantised weights ("int8+bfloat16") meet activations of 8 bits.
+        quantized = "+" in loaded.weights and self.device.type == "cpu"
+        self.product_dtype = "int8" if quantized else str(self.dtype).removeprefix("torch.")
         self._chunk_tokens = config.prefill_chunk_tokens
         self._cache, self._pool = node.cache, node.pool
         self._runner = ModelRunner(loaded.model, node.cache, loaded.device, config.max_batch_size)

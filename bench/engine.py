@@ -5,7 +5,7 @@
 The bare engine is scheduler, model and sampler in one thread; `legato.bench.serving` measures the
 service around it. Each figure comes with its fraction of the limit: decode, the bytes that a step
 cannot do without over the step's time and the measured read bandwidth; prefill, the operations
-over the time and the measured matrix products of the model's dtype. A workload runs once to warm
+over the time and the measured matrix products of the dtype used. A workload runs once to warm
 up and then `--repeat` times; the line is that of the run with the middle wall time.
 """
 
@@ -51,7 +51,7 @@ def fractions(
     limits: Limits,
     dtype_name: str,
 ) -> Fractions:
-    """`dtype_name` is that of the activations, "bfloat16" or "float32"."""
+    """`dtype_name` is the products': "float32", "bfloat16", or of quantised weights "int8"."""
     peak = limits.matmul_ops_per_s.get(dtype_name)
     return Fractions(
         decode_of_bandwidth=decode_bytes_per_s
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "dtype": args.dtype,
                 "weights": args.weights,
                 "kv_cache": args.kv_cache,
-                "kv_memory_bytes": parse_byte_size(args.kv_memory),
+                "kv_memory_bytes": parse_byte_size(args.kv_memory, "--kv-memory"),
                 "block_size": args.block_size,
                 "prefill_chunk_tokens": args.prefill_chunk_tokens,
                 "num_threads": args.threads,
@@ -119,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "decode_bytes_per_s": run.decode_bytes_per_s,
                 "prefill_ops_per_s": run.prefill_ops_per_s,
                 "fractions": asdict(
-                    fractions(run.decode_bytes_per_s, run.prefill_ops_per_s, limits, dtype_name)
+                    fractions(
+                        run.decode_bytes_per_s, run.prefill_ops_per_s, limits, engine.product_dtype
+                    )
                 ),
                 "cost": asdict(engine.cost),
                 "limits": asdict(limits),

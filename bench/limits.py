@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels import huge_pages
+from legato.worker.loading import choose_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +117,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads < 1:
         parser.error(f"--threads must be at least 1, got {args.threads}")
-    print(json.dumps(asdict(measure_limits(args.threads, torch.device(args.device)))))
+    try:
+        device = choose_device(args.device)
+    except ValueError as error:
+        parser.error(f"--{error}")
+    print(json.dumps(asdict(measure_limits(args.threads, device))))
 
 
 if __name__ == "__main__":

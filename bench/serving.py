@@ -26,6 +26,7 @@ from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+INT32_MAX = 2**31 - 1
 PROMPT_TOKEN = 97  # "a" in byte-level vocabularies; any id does where EOS is ignored
 
 
@@ -169,8 +170,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one request")
     args = parser.parse_args()
     for name in ("streams", "requests", "prompt_tokens", "max_tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+        value = getattr(args, name)
+        if not 1 <= value <= INT32_MAX:
+            parser.error(f"--{name.replace('_', '-')} must be in [1, {INT32_MAX}], got {value}")
     load = Load(
         address=args.address,
         num_streams=args.streams,

@@ -162,8 +162,12 @@ class Owner:
         """True once a signal came."""
         return self._stop.count > 0
 
-    def end(self, drain_timeout_s: float | None) -> None:
-        """Drains, then ends every process; None or a (further) signal: without delay."""
+    def end(self, drain_timeout_s: float | None, because: str = "") -> None:
+        """Drains, then ends every process; None or a (further) signal: without delay.
+
+        `because` is what went wrong, if anything did: said here where this process must be cut
+        off, since nobody comes to say it then.
+        """
         service, signals = self._ray, self._stop.count
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -176,7 +180,7 @@ class Owner:
         finally:
             if service is not None:
                 # Ray waits for its own parts, and one that hangs is waited for without end.
-                with _Watchdog(CLOSE_TIMEOUT_S, "ending Ray"):
+                with _Watchdog(CLOSE_TIMEOUT_S, "ending Ray", because):
                     service.close()
             if self._temp is not None:
                 self._temp.remove()
@@ -247,8 +251,8 @@ def _is_ray(address: str) -> bool:
 class _Watchdog:
     """Ends this process where a call into Ray never returns: nothing else can interrupt it."""
 
-    def __init__(self, timeout_s: float, what: str) -> None:
-        self._timer = threading.Timer(timeout_s, self._bark, (timeout_s, what))
+    def __init__(self, timeout_s: float, what: str, before: str = "") -> None:
+        self._timer = threading.Timer(timeout_s, self._bark, (timeout_s, what, before))
         self._timer.daemon = True
 
     def __enter__(self) -> None:
@@ -258,8 +262,10 @@ class _Watchdog:
         self._timer.cancel()
 
     @staticmethod
-    def _bark(timeout_s: float, what: str) -> None:
-        print(f"legato: {what} did not succeed within {timeout_s:g} s", file=sys.stderr, flush=True)
+    def _bark(timeout_s: float, what: str, before: str) -> None:
+        text = f"{what} did not succeed within {timeout_s:g} s"
+        text = f"{before}; {text}" if before else text
+        print(f"legato: {text}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -39,7 +39,7 @@ def main() -> int:
             kv_cache=arguments.kv_cache,
             deterministic=arguments.deterministic,
             weights=arguments.weights,
-            kv_memory_bytes=parse_byte_size(arguments.kv_memory),
+            kv_memory_bytes=parse_byte_size(arguments.kv_memory, "--kv-memory"),
             block_size=arguments.block_size,
             prefill_chunk_tokens=arguments.prefill_chunk_tokens,
             max_batch_size=arguments.max_batch_size,

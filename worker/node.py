@@ -86,13 +86,7 @@ class WorkerNode:
                 f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
                 f"one of {config.block_size} tokens takes {shape.bytes_per_block} bytes"
             )
-        # Before anything is allocated: a machine short of memory kills others as well.
-        there = memory_bytes(loaded.device)
-        if config.kv_memory_bytes > there:
-            raise ValueError(
-                f"kv_memory_bytes is {config.kv_memory_bytes}, limit {there}: the memory of "
-                f"{'this machine' if loaded.device.type == 'cpu' else f'device {loaded.device}'}"
-            )
+        check_kv_memory(config.kv_memory_bytes, loaded.device)
         pool = BlockPool(num_blocks)
         scheduler: Scheduler = (
             PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
@@ -175,6 +169,20 @@ def _context_length(config: WorkerConfig, model_limit: int) -> int:
             f"context_length {config.context_length} exceeds the model's own {model_limit}"
         )
     return config.context_length
+
+
+def check_kv_memory(kv_memory_bytes: int, device: torch.device) -> None:
+    """Before anything is allocated: a machine short of memory kills others as well.
+
+    Raises:
+        ValueError: there is less, in use or not.
+    """
+    there = memory_bytes(device)
+    if kv_memory_bytes > there:
+        raise ValueError(
+            f"kv_memory_bytes is {kv_memory_bytes}, limit {there}: the memory of "
+            f"{'this machine' if device.type == 'cpu' else f'device {device}'}"
+        )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -16,8 +16,8 @@ from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.lifecycle import Lifecycle, Phase
-from legato.worker.loading import load_model
-from legato.worker.node import WorkerNode
+from legato.worker.loading import choose_device, load_model
+from legato.worker.node import WorkerNode, check_kv_memory
 from legato.worker.sampler import launch_sample
 from legato.worker.watchdog import watch
 
@@ -111,6 +111,8 @@ class WorkerServer:
             torch.set_num_threads(self._config.num_threads)
         loaded = self._loaded
         if loaded is None:
+            # Now, not when the weights have been read.
+            check_kv_memory(self._config.kv_memory_bytes, choose_device(self._config.device))
             loaded = await asyncio.to_thread(load_model, self._config, self._on_progress)
         if loaded.device.type == "cpu" and not native.available():
             _log.warning(

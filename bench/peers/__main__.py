@@ -119,7 +119,7 @@ async def _turns(
     paths: dict[tuple[str, str], str],
     limits: Limits,
 ) -> AsyncIterator[Turn]:
-    dtype_name = "float32" if precision == "fp32" else "bfloat16"
+    dtype_name = {"fp32": "float32", "bf16": "bfloat16"}.get(precision, "int8")
     async with _process(plan, name) as peer:
         await peer.ask(
             plan.timeout_s,

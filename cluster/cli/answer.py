@@ -34,12 +34,6 @@ class Answer:
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Of tokens 2 to N; None where there are none."""
-        gaps = self.gaps_s
-        return len(gaps) / sum(gaps) if gaps and sum(gaps) > 0 else None
-
 
 def read_answer(
     responses: Iterable[generation_pb2.GenerateResponse],

@@ -9,7 +9,7 @@ import typer
 
 from legato.cluster.cli.answer import read_answer
 from legato.cluster.cli.connection import connect
-from legato.cluster.cli.generate import make_request
+from legato.cluster.cli.generate import make_request, write_text
 from legato.cluster.cli.serve import run_service
 from legato.cluster.cli.timing_table import timing_table
 from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
@@ -47,8 +47,7 @@ def demo(
         def write(text: str) -> None:
             if owner.stop_asked:
                 raise KeyboardInterrupt
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            write_text(text)
 
         _ask(address, prompt, max_tokens, write)
         return 0.0

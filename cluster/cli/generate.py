@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from legato.protos import common_pb2, generation_pb2
 
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what the fields of the request can hold
+MAX_TIMEOUT_S = 1e9  # gRPC takes what is much longer for a deadline that has passed
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
@@ -30,18 +34,26 @@ def generate(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="At most so many tokens.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=INT32_MAX, help="At most so many tokens.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="The k most likely only; 0 is off.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, max=INT32_MAX, help="The k most likely only; 0 is off.")
+    ] = None,
     min_p: Annotated[float | None, typer.Option(help="In [0, 1]; 0 is off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=INT64_MAX, help="The same seed, the same answer.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Timings on standard error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end.")] = False,
-    timeout: Annotated[float | None, typer.Option(min=0.001, help="Deadline in seconds.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, max=MAX_TIMEOUT_S, help="Deadline in seconds.")
+    ] = None,
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
@@ -57,7 +69,10 @@ def generate(
     """
     from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
+    for name, words in (("the prompt", [text]), ("--system", [system]), ("--stop", stop or [])):
+        for word in words:
+            _check_utf8(name, word or "")
     with connect(choose_address(address, port)) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         if chat is None:
@@ -111,7 +126,7 @@ def _print_stream(
     quiet: bool,
 ) -> Answer:
     try:
-        answer = read_answer(responses, (lambda _: None) if quiet else _write)
+        answer = read_answer(responses, (lambda _: None) if quiet else write_text)
     except BaseException:
         cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
         raise
@@ -122,9 +137,33 @@ def _print_stream(
     return answer
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def write_text(text: str) -> None:
+    """Shows a piece of the answer at once; ServiceError where it cannot be written."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has read enough
+        raise
+    except OSError as error:
+        # What is left in the buffer would fail again when the interpreter ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until then
+        raise ServiceError(f"the answer cannot be written: {error.strerror}") from error
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise ServiceError("the prompt is to be read from standard input, which is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ServiceError(f"the prompt is no UTF-8 text: {error.reason}") from error
+
+
+def _check_utf8(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes that are no UTF-8 come from a shell as surrogates
+        raise ServiceError(f"{name} is no UTF-8 text, from character {error.start} on") from error
 
 
 def _as_dict(answer: Answer) -> dict[str, object]:

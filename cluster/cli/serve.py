@@ -11,6 +11,7 @@ import typer
 from legato.cluster.cli.connection import DEFAULT_PORT
 from legato.cluster.cli.progress import TerminalProgress
 from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
+from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,9 @@ def parse_size(text: str) -> int:
     """Bytes from 1GiB, 512MiB, 2GB (powers of 1000) or a plain number."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"must be a size such as 512MiB or 2GiB, got {text!r}")
+        raise typer.BadParameter(
+            f"must be a size such as 512MiB or 2GiB, got {text!r}", param_hint="--kv-memory"
+        )
     return int(float(match[1]) * _UNIT[(match[2] or "").upper()])
 
 
@@ -183,6 +186,7 @@ def run_service(
     progress = TerminalProgress()
     owner = Owner(config, progress, stop)
     drain_timeout_s: float | None = None
+    because = ""
     try:
         address = owner.start()
         progress.close()
@@ -190,8 +194,11 @@ def run_service(
     except StartInterruptedError:
         progress.stage("interrupted")
         return 130
+    except ServiceError as error:
+        because = str(error)
+        raise
     finally:
-        owner.end(drain_timeout_s)
+        owner.end(drain_timeout_s, because)
         progress.close()
     progress.stage("ended")
     return 0

@@ -34,8 +34,10 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
     if gaps := answer.gaps_s:
         text = f"p50 {_ms(percentile(gaps, 50))}, p99 {_ms(percentile(gaps, 99))}"
         rows.append(("inter-token latency", text, "as this client saw it"))
-    if rate := answer.decode_tokens_per_s:
-        rows.append(("decode rate", f"{rate:.1f} tokens/s", "of this one stream"))
+    # Not from the gaps: a client that looks up late finds many tokens at once.
+    if usage.completion_tokens > 1 and times.decode_s > 0:
+        rate = (usage.completion_tokens - 1) / times.decode_s
+        rows.append(("decode rate", f"{rate:.1f} tokens/s", "of this one stream, as decoded"))
     rows += [
         ("tokens", f"{usage.prompt_tokens} in, {usage.completion_tokens} out", ""),
         (

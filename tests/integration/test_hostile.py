@@ -110,9 +110,20 @@ def test_a_refused_number_is_shown_as_it_came(value: float, text: str) -> None:
 
 async def test_more_kv_memory_than_the_machine_has_is_refused_before_any_is_taken() -> None:
     config = WorkerConfig(model="fake", role="decode", kv_memory_bytes=1 << 60)
-    server = WorkerServer(config, fake_loaded(), sample=fake_sample)
-    with pytest.raises(ValueError, match=r"kv_memory_bytes is 1152921504606846976, limit \d+: the"):
-        await server.start()
+    # With a model at hand, and with one that would first have to be read.
+    for server in (WorkerServer(config, fake_loaded(), sample=fake_sample), WorkerServer(config)):
+        with pytest.raises(ValueError, match=r"kv_memory_bytes is 1152921504606846976, limit \d+:"):
+            await server.start()
+
+
+@pytest.mark.parametrize("text", ["1", "77B", "1.5K", "2ki", "3kb", "4MiB", "5 GB", "6g", "7TiB"])
+def test_a_worker_reads_sizes_as_the_service_does(text: str) -> None:
+    assert parse_byte_size(text) == parse_size(text)
+
+
+def test_a_wrong_size_is_named() -> None:
+    with pytest.raises(ValueError, match=r"--kv-memory must look like 1GiB, .* got 'lots'"):
+        parse_byte_size("lots", "--kv-memory")
 
 
 @pytest.mark.parametrize("parse", [parse_byte_size, parse_size])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,6 +32,30 @@ def test_forms() -> None:
         "float32/fp8": ("auto", "float32", "fp8"),
         "keep+bfloat16/int8": ("keep", "bfloat16", "int8"),
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--window", "1"], "--window must be at least 2, got 1"),
+        (["--form", "int8", "--form", "int3"], "weights must be one of"),
+        (["--form", "int8/int3"], "kv_cache must be auto, fp8 or int8, got 'int3'"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    complaint: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["accuracy", "--model", "/no/such/folder", *words])
+    try:
+        status: object = accuracy.main()
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_windows() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import socket
 import sys
@@ -174,6 +176,73 @@ def test_a_refusal_is_one_line_on_stderr(run: Runner, capsys: Captured) -> None:
     assert captured.err == "legato: INVALID_ARGUMENT: sampling.temperature is -1\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--max-tokens", "99999999999"], "'--max-tokens'"),
+        (["--top-k", "99999999999"], "'--top-k'"),
+        (["--seed", str(2**64)], "'--seed'"),
+        (["--timeout", "inf"], "'--timeout'"),
+        (["--timeout", "nan"], "'--timeout'"),
+    ],
+)
+def test_a_number_that_no_request_can_hold_is_refused_by_name(
+    run: Runner, service: CannedService, capsys: Captured, words: list[str], complaint: str
+) -> None:
+    assert run("generate", "hello", *words) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert not service.requests
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["\udcff"], "the prompt"),
+        (["a", "--system", "b\udcff"], "--system"),
+        (["a", "--stop", "b", "--stop", "\udcff"], "--stop"),
+    ],
+)
+def test_text_that_is_no_utf8_is_refused(
+    run: Runner, capsys: Captured, words: list[str], name: str
+) -> None:
+    assert run("generate", *words) == 1
+    assert capsys.readouterr().err.startswith(f"legato: {name} is no UTF-8 text")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "complaint"),
+    [
+        (None, "the prompt is to be read from standard input, which is closed"),
+        (io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"), "the prompt is no UTF-8 text"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_said(
+    run: Runner,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    stdin: io.TextIOWrapper | None,
+    complaint: str,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run("generate", "-") == 1
+    assert capsys.readouterr().err.startswith(f"legato: {complaint}")
+
+
+def test_an_answer_that_cannot_be_written_is_said(
+    run: Runner, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert run("generate", "hello") == 1
+    error = capsys.readouterr().err
+    assert error == "legato: the answer cannot be written: No space left on device\n"
+
+
 def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captured) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -252,7 +321,7 @@ def test_stop_waits_until_the_port_is_closed(
         (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
         (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
-        (["--kv-memory", "lots"], "must be a size such as"),
+        (["--kv-memory", "lots"], "--kv-memory: must be a size such as"),
         (["--decode", "0"], "--decode"),
     ],
 )
@@ -330,7 +399,7 @@ def test_tokens_that_share_a_message_share_its_gap() -> None:
     answer = read_answer(responses, lambda _: None, clock=lambda: next(times))
     assert answer.token_times_s == [1.0, 2.0, 3.0]
     assert answer.ttft_s == 1.0
-    assert answer.decode_tokens_per_s == 1.0
+    assert answer.gaps_s == [1.0, 1.0]
     assert answer.text == "x"
 
 
@@ -348,3 +417,13 @@ def test_timing_rows_of_one_token_have_no_decode_rate() -> None:
     assert "KV handed over" in names
     with pytest.raises(ValueError, match="not finished"):
         timing_rows(Answer())
+
+
+def test_the_decode_rate_is_not_that_at_which_a_late_client_found_the_tokens() -> None:
+    finish = generation_pb2.Finish(
+        usage=generation_pb2.Usage(completion_tokens=3),
+        timings=generation_pb2.Timings(decode_s=0.5),
+    )
+    answer = Answer(token_ids=[1, 2, 3], token_times_s=[0.9, 0.9, 0.900001], finish=finish)
+    rows = {row[0]: row[1] for row in timing_rows(answer)}
+    assert rows["decode rate"] == "4.0 tokens/s"

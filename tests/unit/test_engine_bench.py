@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ from oracle import greedy
 from tiny_models import make_llama, make_llama_folder
 
 from legato.bench import engine as engine_bench
+from legato.bench import limits as limits_bench
 from legato.bench.bare_engine import BareEngine
 from legato.bench.engine import fractions, worker_config
 from legato.bench.limits import Limits, Rate, measure_limits
@@ -74,6 +76,15 @@ def test_limits_are_there_for_every_dtype_and_torch_is_left_as_it_was() -> None:
     rates = [limits.read_bytes_per_s, *limits.matmul_ops_per_s.values()]
     assert all(rate is None or 0 < rate.median <= rate.best for rate in rates)
     assert limits.matmul_ops_per_s["float32"] is not None
+
+
+def test_limits_of_a_device_that_is_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["limits", "--device", "tpu"])
+    with pytest.raises(SystemExit, match="2"):
+        limits_bench.main()
+    assert "--device must be auto, cpu, cuda or cuda:N, got 'tpu'" in capsys.readouterr().err
 
 
 def test_a_fraction_is_the_rate_over_the_best_that_was_measured() -> None:
@@ -159,6 +170,21 @@ def test_the_command_prints_a_line_for_each_workload(
         assert line["fractions"]["decode_of_bandwidth"] == line["decode_bytes_per_s"] / 1e9
         assert line["figures"]["itl_p50_s"] > 0
         assert line["config"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"weights": "int8"}, "int8"),
+        ({"weights": "int4"}, "int8"),
+    ],
+)
+def test_a_prefill_is_measured_by_the_products_that_it_makes(
+    folder: Path, settings: dict[str, str], name: str
+) -> None:
+    assert BareEngine(config(folder, **settings)).product_dtype == name
 
 
 def test_a_wrong_model_is_said_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,21 +126,28 @@ def test_a_drain_that_never_answers_is_given_up(
     assert now_s[0] == pytest.approx(2 + 5 + 5, abs=2)
 
 
-def test_a_ray_that_does_not_end_does_not_keep_the_owner() -> None:
+def test_a_ray_that_does_not_end_keeps_neither_the_owner_nor_the_reason() -> None:
     # The end is this process's own, so it is another process's.
     script = """
 import time
 from legato.cluster import owner
+from legato.cluster.cli.serve import run_service
 from legato.cluster.config import ServiceConfig
 
 class Hangs:
     def close(self):
         time.sleep(60)
 
+    def failure(self):
+        return "the router ended: killed"
+
+def start(one):
+    one._ray = Hangs()
+    return "127.0.0.1:1"
+
 owner.CLOSE_TIMEOUT_S = 0.2
-one = owner.Owner(ServiceConfig(model="m"), None, owner.StopSignal())
-one._ray = Hangs()
-one.end(None)
+owner.Owner.start = start
+run_service(ServiceConfig(model="m"), lambda one, address, progress: one.wait())
 """
     ended = subprocess.run(
         [sys.executable, "-c", script],
@@ -151,4 +158,8 @@ one.end(None)
         check=False,
     )
     assert ended.returncode == 1
-    assert "ending Ray did not succeed within 0.2 s" in ended.stderr
+    # Why it ended is said too: nobody else comes to say it.
+    assert ended.stderr.endswith(
+        "legato: the router ended: killed; ending the service; "
+        "ending Ray did not succeed within 0.2 s\n"
+    )

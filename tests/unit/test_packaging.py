@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -43,3 +44,11 @@ def test_the_command_exists() -> None:
 def test_test_files_have_names_of_their_own() -> None:
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))
+
+
+def test_clean_removes_the_compiled_kernels() -> None:
+    # Without a compiler the next installation would serve with those of other sources.
+    printed = subprocess.run(
+        ["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    assert " kernels/native_*.so " in printed.stdout

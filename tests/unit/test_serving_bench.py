@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
+from legato.bench import serving
 from legato.bench.serving import Load, Sample, run_load, summarise
 from legato.protos import generation_pb2, generation_pb2_grpc
 
@@ -94,3 +96,13 @@ async def test_an_unreachable_service_is_a_failure_not_a_figure() -> None:
     samples = await run_load(Load("127.0.0.1:1", 1, 1, 4, 3, timeout_s=5))
     assert not samples[0].ok
     assert summarise(samples, 1)["errors"]
+
+
+@pytest.mark.parametrize("value", ["0", "99999999999"])
+def test_a_setting_out_of_range_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving", "--address", "127.0.0.1:1", "--max-tokens", value])
+    with pytest.raises(SystemExit, match="2"):
+        serving.main()
+    assert f"--max-tokens must be in [1, 2147483647], got {value}" in capsys.readouterr().err
