@@ -27,6 +27,7 @@ class ModelCost:
     layer_weights: int  # elements of all layers' matrices
     head_weights: int
     attention_width: int  # query heads * head_dim, summed over the layers
+    layer_windows: tuple[int | None, ...] = (None,)  # of each layer; None: it sees everything
 
     @classmethod
     def of(cls, model: Model, kv_bytes_per_token: int) -> ModelCost:
@@ -38,23 +39,38 @@ class ModelCost:
             layer_weights=config.num_layers * _layer_weights(config),
             head_weights=config.hidden_size * config.vocab_size,
             attention_width=config.num_layers * config.num_heads * config.head_dim,
+            layer_windows=tuple(config.window(layer) for layer in range(config.num_layers)),
         )
 
     def decode_bytes(self, context_lens: Sequence[int]) -> int:
-        """Read by one decode step of sequences with so many rows of KV each."""
-        return self.weight_bytes + sum(context_lens) * self.kv_bytes_per_token
+        """Read by one decode step of sequences with so many rows of KV each.
+
+        A layer with a window reads the rows inside it.
+        """
+        rows = sum(
+            length if window is None else min(length, window)
+            for window in self.layer_windows
+            for length in context_lens
+        )
+        return self.weight_bytes + rows * self.kv_bytes_per_token // len(self.layer_windows)
 
     def prefill_ops(self, start: int, end: int, num_logit_rows: int = 1) -> int:
         """Multiplications and additions for the tokens `start : end` of one sequence.
 
-        A token attends to itself and all before it: two products of `attention_width` each.
+        A token attends to itself and what its layer sees before it: two products each.
         """
-        attended = (start + 1 + end) * (end - start) // 2
+        attended = sum(_attended(start, end, window) for window in self.layer_windows)
         return (
             2 * self.layer_weights * (end - start)
             + 2 * self.head_weights * num_logit_rows
-            + 4 * self.attention_width * attended
+            + 4 * self.attention_width * attended // len(self.layer_windows)
         )
+
+
+def _attended(start: int, end: int, window: int | None) -> int:
+    """Keys seen by the tokens at positions `start : end`, summed."""
+    full = end if window is None else min(max(window, start), end)  # from here on: `window` each
+    return (start + 1 + full) * (full - start) // 2 + (window or 0) * (end - full)
 
 
 def _layer_weights(config: ModelConfig) -> int:

@@ -10,7 +10,12 @@ from torch import Tensor
 from legato.kernels import native
 from legato.kernels.counter_rng import uniforms
 from legato.kernels.draw_weights import POINT, draw_weights
-from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
+from legato.kernels.layout import (
+    require_contiguous,
+    require_contiguous_rows,
+    require_dtype,
+    require_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ def choose(logits: Tensor, choices: Choices) -> Tensor:
     require_contiguous(reals=choices.reals, integers=choices.integers)
     require_shape(choices.reals, (num_rows, 3), "reals")
     require_shape(choices.integers, (num_rows, 3), "integers")
+    require_dtype(logits, torch.float32, "logits")
+    require_dtype(choices.reals, torch.float64, "reals")
+    require_dtype(choices.integers, torch.int64, "integers")
     if vocab_size > 1 << (62 - POINT):
         raise ValueError(f"vocab_size must be at most {1 << (62 - POINT)}, got {vocab_size}")
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -12,17 +12,23 @@ from legato.kernels.layout import require_contiguous_rows, require_shape
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """gate_up [T, 2 * N], gate first, to [T, N] (Llama, Qwen)."""
-    return _activate("silu_mul", gate_up, gate_up.shape[1] // 2, out)
+    return _activate("silu_mul", gate_up, _half(gate_up), out)
 
 
 def gelu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """Alike with GELU in its tanh form (Gemma)."""
-    return _activate("gelu_mul", gate_up, gate_up.shape[1] // 2, out)
+    return _activate("gelu_mul", gate_up, _half(gate_up), out)
 
 
 def gelu(x: Tensor, out: Tensor | None = None) -> Tensor:
     """GELU in its tanh form of x [T, N] (GPT-2); `out` may be x."""
     return _activate("gelu", x, x.shape[1], out)
+
+
+def _half(gate_up: Tensor) -> int:
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must have an even width, got {gate_up.shape[1]}")
+    return gate_up.shape[1] // 2
 
 
 def _activate(kind: str, x: Tensor, width: int, out: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from legato.kernels.kv_pages import plain
+from legato.kernels.kv_pages import check_pages, plain
 
 if TYPE_CHECKING:
     from legato.kernels.kv_pages import KvPages
@@ -31,6 +31,7 @@ def kv_pack(pages: KvPages, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         scales = None if pages.k_scale is None else pages.k_scale.new_empty(data.shape[:3])
         kv_pack_triton.kv_pack(pages, slots, data, scales)
         return data, scales
+    check_pages(pages)
     # torch's gather is a copy at memory speed.
     return _gather(pages.k, pages.v, slots), (
         None
@@ -55,6 +56,7 @@ def kv_unpack(data: Tensor, scales: Tensor | None, pages: KvPages, slots: Tensor
 
         kv_pack_triton.kv_unpack(data, scales, pages, slots)
         return
+    check_pages(pages)
     if scales is not None and pages.k_scale is not None and pages.v_scale is not None:
         pages.k_scale.index_copy_(0, slots, scales[0])
         pages.v_scale.index_copy_(0, slots, scales[1])

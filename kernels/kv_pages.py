@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from legato.kernels.layout import require_contiguous, require_dtype, require_shape
+
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 # As csrc/kv_rows.h counts them.
 NATIVE_DTYPES = {
@@ -54,3 +56,15 @@ class KvPages:
     def dtype(self) -> torch.dtype:
         """As stored."""
         return self.k.dtype
+
+
+def check_pages(pages: KvPages) -> None:
+    """Raises ValueError naming what in the pages a kernel would read or write wrongly."""
+    require_shape(pages.v, tuple(pages.k.shape), "pages.v")
+    require_dtype(pages.v, pages.dtype, "pages.v")
+    require_contiguous(**{"pages.k": pages.k, "pages.v": pages.v})
+    for name, scales in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
+        if scales is not None:
+            require_shape(scales, tuple(pages.k.shape[:2]), name)
+            require_dtype(scales, torch.float32, name)
+            require_contiguous(**{name: scales})

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels import native
-from legato.kernels.kv_pages import NATIVE_DTYPES, plain
+from legato.kernels.kv_pages import NATIVE_DTYPES, check_pages, plain
 from legato.kernels.kv_quantize import quantize_rows
-from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
+from legato.kernels.layout import (
+    require_contiguous,
+    require_contiguous_rows,
+    require_dtype,
+    require_shape,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +54,9 @@ def _launch_native(k: Tensor, v: Tensor, pages: KvPages, slots: Tensor) -> None:
     require_shape(k, (num_tokens, heads, head_dim), "k")
     require_shape(v, (num_tokens, heads, head_dim), "v")
     require_contiguous_rows(k=k, v=v)
-    if slots.dtype != torch.int64:
-        raise ValueError(f"slots must be int64, got {slots.dtype}")
-    require_contiguous(slots=slots, pages_k=pages.k, pages_v=pages.v)
+    require_dtype(slots, torch.int64, "slots")
+    require_contiguous(slots=slots)
+    check_pages(pages)
     native.launch(
         "lg_kv_scatter",
         (k, v, pages.k, pages.v, pages.k_scale, pages.v_scale, slots),

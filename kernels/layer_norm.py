@@ -47,7 +47,7 @@ def _layer_norm(
 
         return layer_norm_triton.layer_norm(x, residual, weight, bias, eps, out)
     if native.takes(x, residual, weight, bias, out):
-        require_contiguous(x=x, out=out)
+        require_contiguous(x=x, weight=weight, bias=bias, out=out)
         if residual is not None:
             require_contiguous(residual=residual)
         tensors = (x, residual, weight, bias, out)

@@ -1,10 +1,11 @@
-"""What the kernels ask of their tensors' strides, checked before any pointer is used."""
+"""What the kernels ask of their tensors' layout, checked before any pointer is used."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -26,3 +27,9 @@ def require_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
     """Raises ValueError naming both shapes where they differ."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+
+def require_dtype(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
+    """Raises ValueError naming both dtypes where they differ."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels import native
-from legato.kernels.layout import require_contiguous_rows, require_shape
+from legato.kernels.layout import require_contiguous_rows, require_dtype, require_shape
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,6 +23,8 @@ def logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Ten
     """
     num_rows, vocab_size = logits.shape
     require_shape(token_ids, (num_rows,), "token_ids")
+    require_dtype(token_ids, torch.int64, "token_ids")
+    require_dtype(logits, torch.float32, "logits")
     require_contiguous_rows(logits=logits)
     count = min(count, vocab_size)
     if native.takes(logits):

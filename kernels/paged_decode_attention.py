@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from legato.kernels import native
+from legato.kernels.attention_check import check_attention
 from legato.kernels.kv_pages import NATIVE_DTYPES
 from legato.kernels.kv_quantize import dequantize_rows
-from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
+from legato.kernels.layout import require_shape
 
 if TYPE_CHECKING:
     from legato.kernels.attention_plan import AttentionPlan, CpuSequence
@@ -63,25 +64,10 @@ def launch_native(
 ) -> None:
     """Checks what C does not, and runs or records `lg_paged_decode` or `lg_paged_prefill`."""
     num_heads, head_dim = q.shape[1:]
-    require_contiguous_rows(q=q)
-    require_contiguous(out=out, k=pages.k, v=pages.v)
-    if head_dim != pages.head_dim or head_dim % 2 or num_heads % pages.num_kv_heads:
-        raise ValueError(
-            f"q has {num_heads} heads of {head_dim}, the pages {pages.num_kv_heads} of "
-            f"{pages.head_dim}: heads must be a multiple, and head_dim even and the same"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+    check_attention(q, pages, plan, window, out)
+    if head_dim % 2:
+        raise ValueError(f"q's head_dim must be even, got {head_dim}")
     table = plan.block_table
-    if table.stride(-1) != 1:
-        raise ValueError(f"block_table's rows must be contiguous, got strides {table.stride()}")
-    require_contiguous(context_lens=plan.context_lens, query_starts=plan.query_starts)
-    for field in ("query_starts", "context_lens", "block_table"):
-        tensor: Tensor = getattr(plan, field)
-        if tensor.dtype != torch.int32 or tensor.device.type != "cpu":
-            raise ValueError(
-                f"{field} must be int32 on the CPU, got {tensor.dtype} on {tensor.device}"
-            )
     native.launch(
         name,
         (q, pages.k, pages.v, pages.k_scale, pages.v_scale, plan.context_lens, table, out)

@@ -1,5 +1,5 @@
 """What the Triton attention kernels share: a page's rows by position, 8-bit rows as numbers, and
-the checks before a launch.
+the check before a launch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from legato.kernels.layout import require_contiguous, require_shape
+from legato.kernels import attention_check
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,33 +167,7 @@ def page_pointers(pages: KvPages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def check_attention(
     q: Tensor, pages: KvPages, plan: AttentionPlan, window: int | None, out: Tensor
 ) -> None:
-    """Raises ValueError naming what the kernels would read or write wrongly."""
-    num_tokens, num_heads, head_dim = q.shape
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"q's head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
-    if q.stride()[1:] != (head_dim, 1):
-        raise ValueError(f"q's heads must be contiguous, got strides {q.stride()}")
-    if num_heads % pages.num_kv_heads:
-        raise ValueError(f"q's {num_heads} heads do not share {pages.num_kv_heads} KV heads evenly")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    require_shape(pages.k, (pages.k.shape[0], pages.num_kv_heads, head_dim), "pages.k")
-    require_shape(pages.v, tuple(pages.k.shape), "pages.v")
-    if pages.v.dtype != pages.dtype:
-        raise ValueError(f"pages.v must be {pages.dtype} like pages.k, got {pages.v.dtype}")
-    require_shape(out, (num_tokens, num_heads, head_dim), "out")
-    require_contiguous(out=out, **{"pages.k": pages.k, "pages.v": pages.v})
-    for name, scales in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
-        if scales is not None:
-            require_shape(scales, tuple(pages.k.shape[:2]), name)
-            require_contiguous(**{name: scales})
-    for name, tensor, size in (
-        ("query_starts", plan.query_starts, plan.num_sequences + 1),
-        ("context_lens", plan.context_lens, plan.num_sequences),
-        ("block_table", plan.block_table, plan.num_sequences),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape[0] != size or tensor.stride(-1) != 1:
-            raise ValueError(
-                f"the plan's {name} must be int32 with {size} rows and a last stride of 1, got "
-                f"{tensor.dtype}, shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
+    """As `kernels.attention_check`, and that a head fits."""
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"q's head_dim must be at most {MAX_HEAD_DIM}, got {q.shape[-1]}")
+    attention_check.check_attention(q, pages, plan, window, out)

@@ -28,6 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         return rms_norm_triton.rms_norm(x, weight, eps, out)
     if native.takes(x, weight, out):
         require_contiguous_rows(x=x, out=out)
+        require_contiguous(weight=weight)
         heads = 1 if x.dim() == 2 else x.shape[1]
         sizes = (x.shape[0], x.shape[-1], x.stride(0), out.stride(0), heads)
         native.launch("lg_rms_norm", (x, weight, out), sizes, (eps,))
@@ -51,7 +52,7 @@ def add_rms_norm(
 
         return rms_norm_triton.add_rms_norm(x, residual, weight, eps, out)
     if native.takes(x, residual, weight, out):
-        require_contiguous(x=x, residual=residual, out=out)
+        require_contiguous(x=x, residual=residual, weight=weight, out=out)
         native.launch("lg_add_rms_norm", (x, residual, weight, out), tuple(x.shape), (eps,))
         return out
     return out.copy_(F.rms_norm(residual.add_(x), (x.shape[-1],), weight, eps))
@@ -67,7 +68,7 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Non
         rms_norm_triton.rms_norm_add(x, residual, weight, eps)
         return
     if native.takes(x, residual, weight):
-        require_contiguous(x=x, residual=residual)
+        require_contiguous(x=x, residual=residual, weight=weight)
         native.launch("lg_rms_norm_add", (x, residual, weight), tuple(x.shape), (eps,))
         return
     residual.add_(F.rms_norm(x, (x.shape[-1],), weight, eps))

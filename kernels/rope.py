@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from legato.kernels import native
-from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
+from legato.kernels.layout import (
+    require_contiguous,
+    require_contiguous_rows,
+    require_dtype,
+    require_shape,
+)
 
 
 def rotation_tables(
@@ -25,6 +30,7 @@ def rotation_tables(
     """
     half = inverse_frequencies.shape[0]
     require_shape(out, (positions.shape[0], 2, half), "out")
+    require_dtype(positions, torch.int64, "positions")
     if native.takes(inverse_frequencies, out):
         require_contiguous(positions=positions, out=out, inverse_frequencies=inverse_frequencies)
         sizes = (positions.shape[0], half)
@@ -44,6 +50,8 @@ def apply_rope(heads: Tensor, tables: Tensor) -> None:
         tables: from `rotation_tables`, [T, 2, head_dim / 2] fp32.
     """
     num_tokens, num_heads, head_dim = heads.shape
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
     require_shape(tables, (num_tokens, 2, head_dim // 2), "tables")
     require_contiguous_rows(heads=heads)
     if heads.is_cuda:

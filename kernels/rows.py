@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from legato.kernels import native
-from legato.kernels.layout import require_contiguous, require_shape
+from legato.kernels.layout import require_contiguous, require_dtype, require_shape
 from legato.kernels.weight import PackedWeight, QuantizedWeight, Weight
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,6 +27,7 @@ def take_rows(
     """
     width = table.shape[1] if isinstance(table, Tensor) else table.in_features
     require_shape(out, (indices.shape[0], width), "out")
+    require_dtype(indices, torch.int64, "indices")
     require_contiguous(out=out, indices=indices)
     if out.is_cuda and not isinstance(table, PackedWeight):
         from legato.kernels import rows_triton

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from legato.kernels.layout import require_dtype, require_shape
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -34,8 +36,8 @@ class QuantizedWeight:
             ("scales", self.scales, (rows, groups)),
             ("offsets", self.offsets, (rows, groups)),
         ):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+            require_shape(tensor, shape, name)
+            require_dtype(tensor, torch.uint8 if name == "values" else torch.float32, name)
 
     @property
     def out_features(self) -> int:

@@ -296,7 +296,7 @@ def test_what_c_would_not_check_is_refused() -> None:
     apart = dataclasses.replace(case, q=case.q.repeat_interleave(2, -1)[..., ::2])
     with pytest.raises(ValueError, match="row of q must be contiguous"):
         attend(apart)
-    with pytest.raises(ValueError, match="heads must be a multiple"):
+    with pytest.raises(ValueError, match="q's 3 heads do not share 2 KV heads evenly"):
         attend(dataclasses.replace(case, q=case.q[:, :3]))
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         attend(dataclasses.replace(case, window=0))

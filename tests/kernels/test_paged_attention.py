@@ -369,7 +369,7 @@ def test_wrong_arguments_are_refused_by_name(kind: str) -> None:
     pages, plan = case.pages, case.plan
     assert pages.k_scale is not None
     wrong: list[tuple[str, dict[str, object]]] = [
-        ("q's heads must be contiguous", {"q": case.q.repeat_interleave(2, -1)[..., ::2]}),
+        ("a row of q must be contiguous", {"q": case.q.repeat_interleave(2, -1)[..., ::2]}),
         ("q's head_dim must be at most 256", {"q": case.q.new_zeros(1, 4, 272)}),
         ("q's 3 heads do not share 2 KV heads evenly", {"q": case.q[:, :3]}),
         ("window must be at least 1, got 0", {"window": 0}),

@@ -120,6 +120,15 @@ def test_operations_count_every_product_once() -> None:
     assert cost.prefill_ops(0, 2, num_logit_rows=0) + cost.prefill_ops(2, 5) == whole
 
 
+def test_a_window_bounds_what_a_step_must_read_and_multiply() -> None:
+    windows = (4, None, 4)
+    cost = ModelCost(0, 30, 0, 0, attention_width=3, layer_windows=windows)  # 10 bytes a layer
+    assert cost.decode_bytes([3, 100]) == 10 * ((3 + 4) + (3 + 100) + (3 + 4))
+    for start, end in ((0, 3), (0, 9), (2, 9), (6, 9), (4, 4)):
+        seen = [min(p + 1, w or p + 1) for w in windows for p in range(start, end)]
+        assert cost.prefill_ops(start, end) == 4 * sum(seen)  # a head of width 1 in each layer
+
+
 def test_the_bare_engine_answers_as_transformers_does(folder: Path) -> None:
     engine = BareEngine(config(folder, prefill_chunk_tokens=40))
     oracle = make_llama()
