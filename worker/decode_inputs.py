@@ -8,7 +8,6 @@ import torch
 
 from legato.kernels.attention_plan import AttentionPlan
 from legato.worker.forward import ForwardBatch
-from legato.worker.kv.block_pool import blocks_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,17 +31,19 @@ class DecodeInputs:
     def __init__(
         self,
         capacity: int,
-        context_length: int,
+        max_blocks: int,
         block_size: int,
         spare_block: int,
         device: torch.device,
     ) -> None:
-        """`spare_block` belongs to no sequence: rows that only fill a step up write there."""
+        """`max_blocks`: of one sequence. `spare_block` belongs to none: rows that only fill a step
+        up write there.
+        """
         self.capacity = capacity
         self._block_size = block_size
         self._spare_block = spare_block
         self._device = device
-        self._width = blocks_for(context_length, block_size)
+        self._width = max_blocks
         self._inputs = _Memory(capacity, self._width, device)
         self._staging: list[_Staging] = []
         if device.type == "cuda":

@@ -47,7 +47,11 @@ class ModelRunner:
         if model.recordable:
             self._inputs = DecodeInputs(
                 max_batch_size,
-                model.config.context_length,
+                # A pool smaller than the context bounds a sequence too.
+                min(
+                    blocks_for(model.config.context_length, cache.shape.block_size),
+                    cache.num_blocks,
+                ),
                 cache.shape.block_size,
                 cache.spare_block,
                 device,

@@ -13,6 +13,8 @@ from legato.cluster.text.text_parts import TextParts
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Of each file beside tokenizer.json; far above any real one.
+MAX_TEXT_BYTES = 16 << 20
 _NAMED = (
     *("bos_token", "eos_token", "unk_token", "pad_token"),
     *("sep_token", "cls_token", "mask_token"),
@@ -84,15 +86,26 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The file's JSON object; an absent file is an empty one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
+    try:
+        value = json.loads(_read_bounded(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, holds a {type(value).__name__}")
     return value
+
+
+def _read_bounded(path: Path) -> str:
+    """The text of a regular file: a pipe would be waited for, and a device never ends."""
+    if not path.is_file():
+        raise ValueError("is not a file")
+    with path.open("rb") as file:
+        raw = file.read(MAX_TEXT_BYTES + 1)
+    if len(raw) > MAX_TEXT_BYTES:
+        raise ValueError(f"is larger than {MAX_TEXT_BYTES} bytes, the most allowed")
+    return raw.decode("utf-8")
 
 
 def _special_names(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
@@ -213,7 +226,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, st
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8"), ""
+            return _read_bounded(path), ""
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
     value = config.get("chat_template")

@@ -66,6 +66,13 @@ def garble_header(folder: Path) -> None:
     shard.write_bytes(data[:8] + b"!" + data[9:])
 
 
+def fill_header(folder: Path) -> None:
+    """Valid JSON, but as Python's objects it would take gigabytes."""
+    header = b'{"a":[' + b"{}," * (6 << 20) + b"1]}"
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
 def claim_huge_header(folder: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.write_bytes(struct.pack("<Q", 1 << 60) + shard.read_bytes()[8:])
@@ -100,6 +107,10 @@ def index_leaves_out_tensor(folder: Path) -> None:
     change_weight_map(folder, DOWN, None)
 
 
+def index_names_file_that_no_system_has(folder: Path) -> None:
+    change_weight_map(folder, DOWN, f"{'x' * 300}.safetensors")
+
+
 def break_index(folder: Path) -> None:
     (folder / INDEX).write_text("{")
 
@@ -123,9 +134,11 @@ def replace_shard_by_directory(folder: Path) -> None:
         (empty_shard, ["model-00002", "is truncated: only 0 bytes"]),
         (append_to_shard, ["model-00002", "64 bytes"]),
         (garble_header, ["model-00002", "malformed header"]),
-        (claim_huge_header, ["model-00002", "at most 100000000"]),
+        (claim_huge_header, ["model-00002", "at most 16777216"]),
+        (fill_header, ["model-00002", "at most 16777216"]),
         (index_names_missing_file, ["model-00009-of-00009.safetensors", "is missing"]),
         (index_names_file_elsewhere, [INDEX, "'../model.safetensors'"]),
+        (index_names_file_that_no_system_has, [INDEX, "a shard of more than 255 bytes"]),
         (index_names_no_string, [INDEX, "file names"]),
         (index_names_tensor_that_is_not_there, [INDEX, "model.layers.9.mlp.up_proj.weight"]),
         (index_leaves_out_tensor, [DOWN, INDEX]),
@@ -198,6 +211,16 @@ def config_is_directory(folder: Path) -> None:
     (folder / "config.json").mkdir()
 
 
+def config_is_pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def config_is_endless(folder: Path) -> None:
+    with (folder / "config.json").open("ab") as opened:
+        opened.truncate(1 << 40)  # takes no disk
+
+
 def quantised(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
 
@@ -217,6 +240,8 @@ def quantised(folder: Path) -> None:
         (config_is_no_json, ["config.json", "not valid JSON"]),
         (config_is_list, ["config.json", "must hold a JSON object"]),
         (config_is_directory, ["config.json", "cannot be read"]),
+        (config_is_pipe, ["config.json", "it is not a file"]),
+        (config_is_endless, ["config.json", "is larger than 16777216 bytes"]),
         (quantised, ["config.json: quantization_config", "quantised, but", "*.qweight"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -268,3 +293,25 @@ def test_a_file_that_is_cut_short_after_it_was_opened_is_named(
     os.truncate(folder / "model.safetensors", 2000)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: was cut short at tensor"):
         read_all(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.float64, "F64")],
+)
+def test_a_head_of_another_dtype_beside_a_tied_embedding_is_refused(
+    tmp_path: Path, dtype: torch.dtype, name: str
+) -> None:
+    folder = make_llama_folder(tmp_path / "model", tie_word_embeddings=True)
+    edit_tensors(folder, lm_head__weight=torch.ones(320, 64).to(dtype))
+    with pytest.raises(CheckpointError, match=rf"tensor lm_head\.weight has dtype {name}"):
+        open_checkpoint(folder)
+
+
+def test_a_very_long_name_is_shortened(tmp_path: Path, single: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(single, folder)
+    edit_tensors(folder, **{"n" * 1_000_000: torch.ones(4)})
+    with pytest.raises(CheckpointError, match="no place for tensor nnn") as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value)) < 1000

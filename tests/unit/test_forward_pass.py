@@ -8,12 +8,15 @@ from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from model_checks import build, random_tokens
 from paged_runner import PagedRunner
-from tiny_models import FAMILIES, make_model
+from tiny_models import FAMILIES, make_llama, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from legato.kernels import native
+from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.model_runner import ModelRunner
 from legato.worker.models import attention
 from legato.worker.models.forward_pass import ForwardPass
 
@@ -107,3 +110,10 @@ def test_kernels_per_layer(family: str) -> None:
         sys.setprofile(None)
         calls.append(count)
     assert calls[1] - calls[0] == KERNELS_PER_LAYER[family]
+
+
+def test_a_context_far_beyond_the_pool_takes_no_memory() -> None:
+    model = build(make_llama(max_position_embeddings=2**31 - 1))
+    config = model.config
+    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
+    ModelRunner(model, KvCache(shape, 4, torch.device("cpu")), torch.device("cpu"), 256)

@@ -201,6 +201,7 @@ GPT2_CHANGES: list[dict[str, Any]] = [
     {"n_inner": 100, "layer_norm_epsilon": 1e-6, "activation_function": "gelu_pytorch_tanh"},
     {"n_inner": None, "tie_word_embeddings": False, "reorder_and_upcast_attn": True},
     {"n_embd": ..., "hidden_size": 32, "n_layer": ..., "num_hidden_layers": 3},
+    {"num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 64},
 ]
 
 
@@ -356,6 +357,12 @@ def test_b39_yarns_attention_factor(changes: dict[str, Any], expected: float) ->
             "original_max_position_embeddings must be at least 1, got 0",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"is_causal": False}, "is_causal is False; only causal models are served"),
+        (GEMMA3 | {"is_causal": None}, "is_causal is None; only causal models are served"),
+        (
+            {"max_position_embeddings": 2**31},
+            "context_length must be at most 2147483647, got 2147483648",
+        ),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -371,6 +378,7 @@ def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], message:
     [
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
         ({"scale_attn_weights": False}, "scale_attn_weights is false"),
+        ({"is_causal": False}, "is_causal is False"),
         ({"add_cross_attention": True}, "add_cross_attention is true"),
         ({"activation_function": "gelu"}, "activation_function is 'gelu'; supported are gelu_new"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
@@ -394,6 +402,7 @@ def test_what_gpt2_is_not_served_with_is_named(changes: dict[str, Any], message:
     [
         (multimodal(head_dim="x"), "text_config.head_dim must be a whole number, got 'x'"),
         (multimodal(hidden_size=...), "text_config.hidden_size is missing"),
+        (multimodal(is_causal=False), "text_config.is_causal is False"),
         (multimodal(model_type="llama"), "text_config.model_type is 'llama'"),
         (multimodal() | {"text_config": None}, "text_config must be an object, got None"),
         (

@@ -103,6 +103,66 @@ def test_gptq_symmetric_without_g_idx_in_shards_and_with_a_quantised_head(tmp_pa
     assert all(torch.equal(tensors[name], plain[name]) for name in plain)
 
 
+def test_gptq_in_activation_order_needs_g_idx(tmp_path: Path) -> None:
+    def parts(integers: Integers) -> dict[str, Tensor]:
+        made = gptq_parts(integers, 4)
+        del made["g_idx"]
+        return made
+
+    folder, _ = quantized_folder(tmp_path / "m", parts, GPTQ | {"desc_act": True}, change=shuffled)
+    with pytest.raises(CheckpointError, match=r"down_proj\.g_idx is missing from the checkpoint"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_compressed_tensors_in_activation_order_need_g_idx(tmp_path: Path, order: object) -> None:
+    folder, _ = quantized_folder(
+        tmp_path / "m",
+        lambda i: ct_parts(i, 4, packed=True, symmetric=True),
+        ct("pack-quantized", group_size=32, actorder=order),
+        symmetric=True,
+        change=shuffled,
+    )
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_g_idx is missing"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("order", ["weight", "static", None, False])
+def test_compressed_tensors_quantised_in_an_order_that_is_not_kept(
+    tmp_path: Path, order: object
+) -> None:
+    folder, plain = quantized_folder(
+        tmp_path / "m",
+        lambda i: ct_parts(i, 4, packed=True, symmetric=True),
+        ct("pack-quantized", group_size=32, actorder=order),
+        symmetric=True,
+    )
+    check(folder, plain, 4, 32)
+
+
+def test_an_unknown_activation_order_is_refused(tmp_path: Path) -> None:
+    folder, _ = quantized_folder(
+        tmp_path / "m",
+        lambda i: ct_parts(i, 4, packed=True, symmetric=True),
+        ct("pack-quantized", group_size=32, actorder="novel"),
+        symmetric=True,
+    )
+    with pytest.raises(CheckpointError, match="actorder is 'novel'; supported are weight, static"):
+        open_checkpoint(folder)
+
+
+def test_a_quantised_embedding_is_refused(tmp_path: Path) -> None:
+    folder, _ = gptq_folder(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    made = {
+        f"model__embed_tokens__{suffix}": tensors[f"model.layers.0.self_attn.q_proj.{suffix}"]
+        for suffix in ("qweight", "qzeros", "scales", "g_idx")
+    }
+    edit_tensors(folder, model__embed_tokens__weight=None, **made)
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight is quantised, which"):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 def test_awq(tmp_path: Path, group_size: int) -> None:
     folder, plain = quantized_folder(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -181,6 +183,26 @@ def test_files_cut_anywhere_are_value_errors(tmp_path: Path, file: str) -> None:
             path.write_bytes(damaged)
             with pytest.raises(ValueError, match=str(tmp_path)):
                 ModelText.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"]
+)
+def test_pipes_are_not_waited_for(tmp_path: Path, file: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(ValueError, match=re.escape(file)):
+        ModelText.load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_files_without_end_are_not_read(tmp_path: Path, file: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    with (tmp_path / file).open("ab") as opened:
+        opened.truncate(1 << 40)  # takes no disk
+    with pytest.raises(ValueError, match=re.escape(f"{file}: is larger than 16777216 bytes")):
+        ModelText.load(tmp_path)
 
 
 def test_missing_files(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 
+MAX_CONTEXT_LENGTH = 2**31 - 1  # positions are 32-bit integers on the wire and in kernels
 MAX_LAYERS = 10_000  # a file that claims more is broken; per-layer settings are made in full
 
 
@@ -69,6 +70,10 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}")
+        if self.context_length > MAX_CONTEXT_LENGTH:
+            raise ValueError(
+                f"context_length must be at most {MAX_CONTEXT_LENGTH}, got {self.context_length}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"

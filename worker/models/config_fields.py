@@ -83,3 +83,12 @@ class ConfigFields:
         if not isinstance(value, str):
             raise self.error(name, f"must be a string, got {value!r}")
         return value
+
+
+def require_causal(fields: ConfigFields) -> None:
+    """Refuses a config whose is_causal is anything but true: transformers lets every token of such
+    a model see those after it, for a null too.
+    """
+    if fields.has("is_causal") and fields.get("is_causal") is not True:
+        value = fields.get("is_causal")
+        raise fields.error("is_causal", f"is {value!r}; only causal models are served")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from legato.worker.models.config_fields import ConfigFields
+from legato.worker.models.config_fields import ConfigFields, require_causal
 from legato.worker.models.hf_gemma3_config import gemma3_config, gemma3_multimodal_config
 from legato.worker.models.hf_gpt2_config import gpt2_config
 from legato.worker.models.hf_llama_config import (
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from legato.worker.models.config import ModelConfig
 
+# Far above any model's config or index; what is larger could take gigabytes once parsed.
+MAX_JSON_BYTES = 16 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,7 +58,9 @@ def read_json_object(path: Path) -> dict[str, object]:
         CheckpointError: the file cannot be read, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(_read_bounded(path))
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -64,6 +68,17 @@ def read_json_object(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, holds a {type(value).__name__}")
     return value
+
+
+def _read_bounded(path: Path) -> str:
+    """The text of a regular file: a pipe would be waited for, and a device never ends."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: cannot be read: it is not a file")
+    with path.open("rb") as file:
+        raw = file.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, the most allowed")
+    return raw.decode("utf-8")
 
 
 def model_config(values: dict[str, object], where: str) -> ModelConfig:
@@ -74,6 +89,7 @@ def model_config(values: dict[str, object], where: str) -> ModelConfig:
     """
     fields = ConfigFields(values, where)
     family = _FAMILIES[_architecture(fields)]
+    require_causal(fields)
     try:
         return family.read(fields)
     except CheckpointError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from legato.worker.models.config import ModelConfig
+from legato.worker.models.config_fields import require_causal
 from legato.worker.models.hf_layer_types import KINDS, read_layer_types, read_num_layers, windows
 from legato.worker.models.hf_llama_config import activation, read_num_kv_heads
 from legato.worker.models.hf_rope import read_rope_object, rope_object
@@ -27,6 +28,7 @@ def gemma3_multimodal_config(fields: ConfigFields) -> ModelConfig:
     if not isinstance(settings, dict):
         raise fields.error("text_config", f"must be an object, got {settings!r}")
     text = fields.inside("text_config", settings)
+    require_causal(text)
     if text.text("model_type", "gemma3_text") != "gemma3_text":
         raise text.error("model_type", f"is {text.get('model_type')!r}; supported is gemma3_text")
     return _text_config(text, tied=fields.boolean("tie_word_embeddings", default=True))

@@ -56,5 +56,5 @@ def gpt2_config(fields: ConfigFields) -> ModelConfig:
 
 
 def _size(fields: ConfigFields, name: str, usual_name: str) -> int:
-    alias = fields.get(name) is None and fields.get(usual_name) is not None
-    return fields.integer(usual_name if alias else name)
+    """The usual name wins over GPT-2's own, as in transformers."""
+    return fields.integer(name if fields.get(usual_name) is None else usual_name)

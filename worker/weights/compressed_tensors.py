@@ -39,6 +39,7 @@ PACKED, INTEGER = "pack-quantized", "int-quantized"
 # A plain layer's parts; "weight" is one only beside a weight_scale.
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 ACTIVATION_SUFFIXES = ("input_scale", "input_zero_point")
+_IN_ORDER, _OUT_OF_ORDER = ("weight", "static"), ("group", "dynamic")  # actorder
 _SUPPORTED = f"supported are {PACKED} with 4 or 8 bits and {INTEGER} with 8"
 
 
@@ -51,6 +52,7 @@ class CtLayout:
     strategy: str  # group, channel, tensor
     group_size: int | None
     symmetric: bool
+    act_order: bool = False  # groups are of any inputs: weight_g_idx says which
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """See `Layout`."""
@@ -68,7 +70,7 @@ class CtLayout:
             if zero is not None and zero.dtype == "I32" and self.packed:
                 shape = (-(-rows * self.bits // 32), groups)
             parts.require("weight_zero_point", ("I8", "I32") if self.packed else ("I8",), shape)
-        if "weight_g_idx" in parts:
+        if "weight_g_idx" in parts or (self.act_order and groups > 1):
             parts.require("weight_g_idx", ("I32", "I64"), (width,))
         return rows, width
 
@@ -225,4 +227,23 @@ def _layout(weights: ConfigFields, scheme: ConfigFields, form: str) -> CtLayout:
     group_size = weights.integer("group_size") if strategy == "group" else None
     if group_size is not None and (group_size < 8 or group_size % 8):
         raise weights.error("group_size", f"is {group_size}; must be a multiple of 8")
-    return CtLayout(packed, bits, strategy, group_size, weights.boolean("symmetric", default=True))
+    return CtLayout(
+        packed,
+        bits,
+        strategy,
+        group_size,
+        weights.boolean("symmetric", default=True),
+        _act_order(weights),
+    )
+
+
+def _act_order(weights: ConfigFields) -> bool:
+    """Whether inputs are grouped by their activations; "weight" only means quantised in that order.
+
+    An early version wrote true for "group".
+    """
+    order = weights.get("actorder")
+    if order not in (None, False, True, *_IN_ORDER, *_OUT_OF_ORDER):
+        known = ", ".join((*_IN_ORDER, *_OUT_OF_ORDER))
+        raise weights.error("actorder", f"is {order!r}; supported are {known}")
+    return order is True or order in _OUT_OF_ORDER

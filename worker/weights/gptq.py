@@ -36,6 +36,7 @@ class Gptq:
     bits: int
     group_size: int | None  # None: one group a row
     zero_step: int
+    act_order: bool = False  # groups may be of any inputs: g_idx must say which
 
     @classmethod
     def from_config(cls, fields: ConfigFields) -> Gptq:
@@ -62,7 +63,12 @@ class Gptq:
             raise fields.error("dynamic", "gives layers settings of their own: not supported")
         if fields.text("pack_dtype", "int32").removeprefix("torch.") != "int32":
             raise fields.error("pack_dtype", f"is {fields.text('pack_dtype')!r}; must be int32")
-        return cls(bits, None if group_size == -1 else group_size, _ZERO_STEP[form])
+        return cls(
+            bits,
+            None if group_size == -1 else group_size,
+            _ZERO_STEP[form],
+            fields.boolean("desc_act", default=False),
+        )
 
     def shape(self, parts: Parts) -> tuple[int, int]:
         """See `Layout`."""
@@ -75,7 +81,7 @@ class Gptq:
         if rows % per_word:
             raise parts.error("qweight", f"has {rows} outputs, no multiple of {per_word}")
         parts.require("qzeros", ("I32",), (groups, rows // per_word))
-        if "g_idx" in parts:
+        if "g_idx" in parts or (self.act_order and groups > 1):
             parts.require("g_idx", ("I32", "I64"), (width,))
         return rows, width
 

@@ -77,7 +77,9 @@ class SafetensorsCheckpoint:
             str(folder),
         )
         for name, tensor in self._tensors.items():
-            if tensor.dtype not in DTYPES and not is_harmless(name, self.config):
+            # A head that the config calls a copy may turn out to differ, and is used then.
+            harmless = name != HEAD and is_harmless(name, self.config)
+            if tensor.dtype not in DTYPES and not harmless:
                 raise CheckpointError(
                     f"{tensor.file}: tensor {name} has dtype {tensor.dtype}; supported are "
                     f"{', '.join(DTYPES)}"
@@ -168,6 +170,12 @@ class SafetensorsCheckpoint:
         if matrices and self.config.architecture == "gpt2":
             raise CheckpointError(
                 f"{self._quantization.where}: quantised weights of GPT-2 are not supported"
+            )
+        if self._embedding in matrices:
+            matrix = matrices[self._embedding]
+            raise CheckpointError(
+                f"{matrix.file}: tensor {matrix.name} is quantised, which is not supported for the "
+                "embedding"
             )
         return matrices
 

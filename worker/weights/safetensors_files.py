@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# The format allows 100 MB, whose parsing can take gigabytes. MAX_LAYERS layers take about 10 MB.
+MAX_HEADER_BYTES = 16 << 20
+MAX_NAME_BYTES = 255  # of a file, as file systems have it
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
@@ -95,6 +97,8 @@ def _read_shards(folder: Path) -> list[StoredTensor]:
             raise CheckpointError(
                 f"{index}: names {shard!r}; a shard is a .safetensors file beside the index"
             )
+        if len(shard.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+            raise CheckpointError(f"{index}: names a shard of more than {MAX_NAME_BYTES} bytes")
         if not (folder / shard).exists():
             raise CheckpointError(
                 f"{folder / shard}: is missing, though {INDEX_FILE} names it; download it again"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 MAX_NAMES_IN_MESSAGE = 5
+MAX_NAME_CHARS = 200  # in a message
 
 
 def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -135,6 +136,10 @@ def shape_error(
 def join_names(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
     ordered = sorted(names)
-    text = ", ".join(ordered[:MAX_NAMES_IN_MESSAGE])
+    text = ", ".join(_shortened(name) for name in ordered[:MAX_NAMES_IN_MESSAGE])
     more = len(ordered) - MAX_NAMES_IN_MESSAGE
     return f"{text} and {more} more" if more > 0 else text
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}…"
