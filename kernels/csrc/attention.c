@@ -11,8 +11,6 @@
 /* Query rows of a prefill task: enough that packing a tile of keys costs little beside them. */
 #define PREFILL_ROWS 256
 #define MOST_PREFILL_TOKENS 128
-/* Rows of K and V that a decode task fetches for the next one. */
-#define FETCHED_BYTES (256 << 10)
 
 enum { N_SEQUENCES, N_HEADS, N_KV_HEADS, N_HEAD_DIM, N_DTYPE, N_BLOCK_SIZE, N_TABLE_STRIDE,
        N_Q_STRIDE, N_WINDOW };
@@ -83,8 +81,8 @@ static void attend(const lg_op *op, lg_attention *a, int64_t token, task_memory 
     const int64_t first = lg_first_split(a), end = lg_end_split(a);
     gather(op, a, token, memory);
     for (int64_t split = first; split < end; split++) {
-        const lg_upcoming next = {*a, split + 1, 1};
-        lg_attend_split(a, split, split + 1 < end ? &next : NULL, 0, split == first ? all : one,
+        const lg_upcoming next = {*a, split + 1};
+        lg_attend_split(a, split, split + 1 < end ? &next : NULL, split == first ? all : one,
                         memory.rest);
         if (split > first) lg_merge_split(all, one, a->rows, a->width);
     }
@@ -103,62 +101,43 @@ static void clear(const lg_op *op, int64_t s) {
     memset((float *)op->p[P_OUT] + s * width, 0, (size_t)width * sizeof(float));
 }
 
-/* How many neighbouring KV heads one decode task takes: as many as a part of the second-level cache
- * holds, since it reads and fetches whole rows, but no more than leave every thread its share. */
-static int64_t heads_a_task(const lg_op *op, int64_t total_splits, int64_t threads) {
-    const int64_t kv_heads = op->n[N_KV_HEADS];
-    const int64_t head_bytes = 2 * LG_SPLIT_KEYS * op->n[N_HEAD_DIM] * lg_kv_bytes((int)op->n[N_DTYPE]);
-    int64_t heads = FETCHED_BYTES / head_bytes;
-    heads = heads < 1 ? 1 : heads > kv_heads ? kv_heads : heads;
-    while (heads > 1 && total_splits * ((kv_heads + heads - 1) / heads) < 4 * threads) heads--;
-    return heads;
-}
-
-/* Finds tasks (sequence, split, some heads), given in rising order. */
+/* Finds tasks (sequence, split, KV head), given in rising order. Neighbouring KV heads lie side by
+ * side, but a task of several, which reads whole rows, was up to 15 % slower: with what it fetches
+ * for the next one it does not fit well into the second-level cache. */
 typedef struct {
-    int64_t heads;             /* of a task */
     int64_t s, before, splits; /* `before`: splits of the sequences before s */
 } cursor;
 
 static lg_upcoming locate(const lg_op *op, cursor *c, int64_t task) {
-    const int64_t kv_heads = op->n[N_KV_HEADS];
-    const int64_t groups = (kv_heads + c->heads - 1) / c->heads, split = task / groups;
+    const int64_t kv_heads = op->n[N_KV_HEADS], split = task / kv_heads;
     while (split - c->before >= (c->splits = num_splits(op, c->s))) {
         c->before += c->splits;
         c->s++;
     }
-    const int64_t head = task % groups * c->heads, left = kv_heads - head;
-    lg_attention a = describe(op, c->s, head, context_len(op, c->s) - 1, 1);
-    return (lg_upcoming){a, lg_first_split(&a) + split - c->before,
-                         left < c->heads ? left : c->heads};
+    lg_attention a = describe(op, c->s, task % kv_heads, context_len(op, c->s) - 1, 1);
+    return (lg_upcoming){a, lg_first_split(&a) + split - c->before};
 }
 
 /* The partials [splits of all sequences][KV heads] to `partials`; a split that is alone is brought to
  * its end at once. */
 static void decode_splits(const lg_op *op, lg_team *team, task_memory memory, float *partials,
                           int64_t total_splits) {
-    const int64_t kv_heads = op->n[N_KV_HEADS];
-    const int64_t heads = heads_a_task(op, total_splits, team->size);
-    const int64_t total = total_splits * ((kv_heads + heads - 1) / heads);
-    cursor here = {.heads = heads}, there = {.heads = heads};
+    const int64_t total = total_splits * op->n[N_KV_HEADS];
+    cursor here = {}, there = {};
     int fetched = 0;
     for (int64_t task; (task = lg_take(team, 0, total)) >= 0; fetched = 1) {
         lg_upcoming now = locate(op, &here, task), next;
         if (!fetched) lg_fetch_split(&now);
         const int more = task + team->size < total;
         if (more) next = locate(op, &there, task + team->size);
-        const int64_t row = here.before + now.split - lg_first_split(&now.task);
-        const int64_t tiles = lg_split_tiles(&now.task, now.split);
-        for (int64_t i = 0; i < now.heads; i++, now.task.kv_head++) {
-            lg_attention *a = &now.task;
-            const int64_t floats = lg_partial_floats(a->rows, a->width);
-            float *place = here.splits == 1 ? memory.partials[0]
-                                            : partials + (row * kv_heads + a->kv_head) * floats;
-            const lg_partial out = lg_partial_at(place, a->rows, a->width);
-            gather(op, a, here.s, memory);
-            lg_attend_split(a, now.split, more ? &next : NULL, i * tiles, out, memory.rest);
-            if (here.splits == 1) finish(op, a, out, here.s);
-        }
+        lg_attention *a = &now.task;
+        float *place = here.splits == 1
+                           ? memory.partials[0]
+                           : partials + task * lg_partial_floats(a->rows, a->width);
+        const lg_partial out = lg_partial_at(place, a->rows, a->width);
+        gather(op, a, here.s, memory);
+        lg_attend_split(a, now.split, more ? &next : NULL, out, memory.rest);
+        if (here.splits == 1) finish(op, a, out, here.s);
     }
 }
 

@@ -258,15 +258,7 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
         w->values + first * a->width, a->width, decay, out.sum + row * a->width, a->width);
 }
 
-int64_t lg_split_tiles(const lg_attention *a, int64_t split) {
-    int64_t tiles = 0, begin, end;
-    for (int64_t start = split * LG_SPLIT_KEYS; start < (split + 1) * LG_SPLIT_KEYS;
-         start += TILE_KEYS)
-        tiles += seen_keys(a, start, &begin, &end);
-    return tiles;
-}
-
-/* Rows number 64 `step` ... 64 (step + 1) of those that `next` begins with. */
+/* Rows number 64 `step` ... 64 (step + 1) of those that `next` begins with; 0 beyond its end. */
 static void look_ahead(const lg_upcoming *next, int64_t step, int64_t *ahead) {
     memset(ahead, 0, TILE_KEYS * sizeof *ahead);
     if (next == NULL) return;
@@ -274,14 +266,11 @@ static void look_ahead(const lg_upcoming *next, int64_t step, int64_t *ahead) {
     const int64_t begin = next->split * LG_SPLIT_KEYS, last = end_key(a, a->rows - 1);
     const int64_t end = last < begin + LG_SPLIT_KEYS ? last : begin + LG_SPLIT_KEYS;
     const int64_t seen = first_key(a, 0) > begin ? first_key(a, 0) : begin;
-    int64_t position = seen + step * TILE_KEYS / next->heads;
-    int64_t head = step * TILE_KEYS % next->heads;
+    int64_t position = seen + step * TILE_KEYS;
     int64_t block = position / a->block_size, within = position % a->block_size;
-    for (int64_t i = 0; i < TILE_KEYS && position < end; position++) {
+    for (int64_t i = 0; i < TILE_KEYS && position < end; i++, position++) {
         const int64_t slot = a->blocks[block] * a->block_size + within;
-        for (; head < next->heads && i < TILE_KEYS; head++, i++)
-            ahead[i] = slot * a->num_kv_heads + a->kv_head + head;
-        head = 0;
+        ahead[i] = slot * a->num_kv_heads + a->kv_head;
         if (++within == a->block_size) {
             within = 0;
             block++;
@@ -293,7 +282,7 @@ void lg_fetch_split(const lg_upcoming *next) {
     const lg_attention *a = &next->task;
     const int64_t row_bytes = a->head_dim * lg_kv_bytes(a->dtype);
     int64_t ahead[TILE_KEYS];
-    for (int64_t step = 0; step < LG_SPLIT_KEYS / TILE_KEYS * next->heads; step++) {
+    for (int64_t step = 0; step < LG_SPLIT_KEYS / TILE_KEYS; step++) {
         look_ahead(next, step, ahead);
         for (int64_t i = 0; i < TILE_KEYS; i++)
             for (int64_t line = 0; line < row_bytes; line += 64) {
@@ -303,13 +292,14 @@ void lg_fetch_split(const lg_upcoming *next) {
     }
 }
 
-void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *next, int64_t step,
-                     lg_partial out, void *scratch) {
+void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *next, lg_partial out,
+                     void *scratch) {
     workspace *w = divide(scratch, a->rows, a->head_dim);
     const int64_t split_end = (split + 1) * LG_SPLIT_KEYS;
     for (int64_t i = 0; i < a->rows; i++) out.max[i] = NO_SCORE;
     memset(out.sum, 0, (size_t)(a->rows * a->width) * sizeof(float));
     memset(w->lanes, 0, (size_t)(a->rows * LG_LANES) * sizeof(float));
+    int64_t step = 0;
     for (int64_t start = split * LG_SPLIT_KEYS; start < split_end; start += TILE_KEYS) {
         int64_t begin, end;
         if (!seen_keys(a, start, &begin, &end)) continue;

@@ -42,22 +42,19 @@ int64_t lg_attention_scratch(int64_t rows, int64_t head_dim);
  * side by side. Sets a->q to memory in `scratch`. */
 void lg_gather_queries(lg_attention *a, const float *q, int64_t token_stride, void *scratch);
 
-/* A split of `heads` KV heads, from the task's on: what a thread will most likely do next. */
+/* What a thread will most likely do next. */
 typedef struct {
     lg_attention task; /* `q` need not be set */
-    int64_t split, heads;
+    int64_t split;
 } lg_upcoming;
-
-/* Tiles of keys that the split has for the rows of `a`: steps of lg_attend_split. */
-int64_t lg_split_tiles(const lg_attention *a, int64_t split);
 
 /* Fetches all its rows into the cache. */
 void lg_fetch_split(const lg_upcoming *next);
 
-/* Split `split` into `out`. Meanwhile the rows of `next` are fetched, from number 64 `step` on, as
- * many as there are in this split; NULL: none. */
-void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *next, int64_t step,
-                     lg_partial out, void *scratch);
+/* Split `split` into `out`. Meanwhile the rows of `next` are fetched, as many as there are in this
+ * split; NULL: none. */
+void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *next, lg_partial out,
+                     void *scratch);
 
 /* into = into and from; in the order of the splits. */
 void lg_merge_split(lg_partial into, lg_partial from, int64_t rows, int64_t width);

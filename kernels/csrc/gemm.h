@@ -11,8 +11,8 @@
  *
  * Rows of x go in tiles of at most LG_TILE_ROWS. A tile is first brought into the form that the
  * multiplication reads ("prepared"): lines of 64 bytes, [K / (k a line)][rows][64], so that one
- * pointer and constant distances reach every row. Each output has one accumulator, which runs over
- * k in order: its bits do not depend on the number of rows, the place in a tile or the threads.
+ * pointer and constant distances reach every row. Each output is summed over k in runs of one fixed
+ * length: its bits do not depend on the number of rows, the place in a tile or the threads.
  */
 #ifndef LEGATO_GEMM_H
 #define LEGATO_GEMM_H

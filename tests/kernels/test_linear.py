@@ -137,3 +137,14 @@ def test_deterministic_plain_weights_have_the_same_bits_in_any_batch(*, has_bias
     finally:
         set_deterministic(enabled=False)
     torch.testing.assert_close(together, free, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(not native.available(), reason="no C kernels on this machine")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_long_sums_are_as_exact_as_those_of_torch(dtype: torch.dtype) -> None:
+    x = torch.randn(16, 8192).bfloat16().float()  # exact in either form of x
+    weight = torch.randn(512, 8192).to(dtype)
+    exact = x.double() @ weight.double().T
+    ours = (linear(x, pack_weight(weight)).double() - exact).abs().mean()
+    torchs = ((x @ weight.float().T).double() - exact).abs().mean()
+    assert ours < 1.5 * torchs  # 5 times it with one sum from end to end
