@@ -61,7 +61,7 @@ class _ParsedStream:
     """A stream's messages. A malformed one ends the call: AbortError, as of `context.abort`."""
 
     def __init__(self, parse: Parse, stream: AsyncIterator[bytes], context: Context) -> None:
-        self._parse, self._stream, self._context = parse, aiter(stream), context
+        self._parse, self._stream, self._context = parse, stream, context
 
     def __aiter__(self) -> _ParsedStream:
         return self
