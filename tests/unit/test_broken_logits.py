@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import grpc
 import pytest
 from fake_engine import VOCAB_SIZE
 from worker_pair import Attempt, Pair, Worker, running_pair, sampling
 
+from legato.protos import worker_pb2
 from legato.protos.never_retry import NEVER_RETRY
-from legato.worker.engine import _BROKEN_STEPS_LIMIT, Engine
+from legato.worker.engine import Engine
 from legato.worker.lifecycle import Phase
+from legato.worker.mailbox import BrokenEvent, Mailbox, TokenEvent
+from legato.worker.sampler import Sampled
+from legato.worker.services.decode import _stream
+from legato.worker.services.errors import CallError
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])
 PROMPTS = [[10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(1, 4)]  # of the neighbours
 BAD_PROMPT = [7, 8, 9]
 NUM_TOKENS = 20
+BROKEN_STEPS_LIMIT = 4
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +95,23 @@ async def test_in_decode_its_neighbours_go_on(overlap: bool) -> None:
         assert [1, 1, 1, 1] in model.steps
 
 
+async def test_tokens_that_a_slow_reader_has_not_taken_come_before_the_error(overlap: bool) -> None:
+    class Context:
+        written: ClassVar[list[worker_pb2.DecodeEvent]] = []
+
+        async def write(self, event: worker_pb2.DecodeEvent) -> None:
+            self.written.append(event)
+
+    mailbox = Mailbox()
+    for index in range(2):
+        mailbox.put(TokenEvent(Sampled(40 + index, None, ()), index, None, index, 0.0, 0.0))
+    mailbox.put(BrokenEvent(2))
+    with pytest.raises(CallError, match="at output position 2 "):
+        await _stream(mailbox, Context())  # type: ignore[arg-type]  # what it uses of one
+    (event,) = Context.written
+    assert [token.token_id for token in event.tokens.tokens] == [40, 41]
+
+
 async def break_alone(pair: Pair, worker: Worker) -> None:
     worker.model.breaks_after = set(range(VOCAB_SIZE))
     await ends_before(Attempt(pair, BAD_PROMPT, sampling(5)), 0 if worker is pair.p else 1)
@@ -100,12 +124,12 @@ async def test_broken_steps_in_a_row_end_the_engine(role: str, overlap: bool) ->
     exits: list[str] = []
     async with running_pair(**{role[0]: {"exits": exits}}) as pair:  # type: ignore[arg-type]  # p or d
         worker = pair.p if role == "prefill" else pair.d
-        for _ in range(_BROKEN_STEPS_LIMIT - 1):
+        for _ in range(BROKEN_STEPS_LIMIT - 1):
             await break_alone(pair, worker)
         # One whole answer, and it is the requests' fault again.
         whole = Attempt(pair, PROMPTS[0], sampling(5))
         assert await whole.run() == worker.model.expected(PROMPTS[0], 5)
-        for _ in range(_BROKEN_STEPS_LIMIT - 1):
+        for _ in range(BROKEN_STEPS_LIMIT - 1):
             await break_alone(pair, worker)
         assert worker.server.phase is Phase.READY
         worker.model.breaks_after = set(range(VOCAB_SIZE))
