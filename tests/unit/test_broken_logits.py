@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import grpc
 import pytest
 from fake_engine import VOCAB_SIZE
 from worker_pair import Attempt, Pair, Worker, running_pair, sampling
 
-from legato.protos import worker_pb2
 from legato.protos.never_retry import NEVER_RETRY
 from legato.worker.engine import Engine
 from legato.worker.lifecycle import Phase
@@ -18,6 +17,9 @@ from legato.worker.mailbox import BrokenEvent, Mailbox, TokenEvent
 from legato.worker.sampler import Sampled
 from legato.worker.services.decode import _stream
 from legato.worker.services.errors import CallError
+
+if TYPE_CHECKING:
+    from legato.protos import worker_pb2
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])
 PROMPTS = [[10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(1, 4)]  # of the neighbours
