@@ -168,7 +168,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a folder, a .gguf file or a hub id")
+    parser.add_argument("--model", required=True, help="a folder, a .gguf file, a hub id or demo")
     parser.add_argument(
         "--form",
         action="append",

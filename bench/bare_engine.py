@@ -115,7 +115,7 @@ class BareEngine:
         """Answers the prompts, at most `num_at_once` at a time, greedily and to the last token.
 
         Raises:
-            ValueError: the model's context or the cache is too small.
+            ValueError: the model's context or the cache is too small, or its logits are broken.
         """
         self._check(max(map(len, prompts)) + max_tokens, num_at_once)
         size = self._cache.shape.block_size
@@ -166,6 +166,8 @@ class BareEngine:
         now_s = time.perf_counter()
         going_on = []
         for sequence, token in zip(sampling, sampled, strict=True):
+            if token is None:
+                raise ValueError("the model gave no usable logits: NaN or infinite values")
             under_way[sequence].token_times_s.append(now_s)
             under_way[sequence].token_ids.append(token.token_id)
             if sequence.append(token.token_id) is None:

@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m legato.bench.engine", description=__doc__)
-    parser.add_argument("--model", required=True, help="a folder, a .gguf file or a hub id")
+    parser.add_argument("--model", required=True, help="a folder, a .gguf file, a hub id or demo")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="as of legato serve")
     parser.add_argument("--weights", default=None, help="how weights are held; default: in dtype")

@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection
 from legato.cluster.cluster_service import ClusterService
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import ClientGoneError, unavailable
-from legato.cluster.malformed import RefuseMalformed
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from legato.protos.malformed import RefuseMalformed
 
 if TYPE_CHECKING:
     from legato.cluster.router import Router

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
-from legato.cluster.demo_model import find_demo_model
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import SILENCE_S, Heartbeat
 from legato.cluster.placement import place
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from legato.cluster.actors import RayService
     from legato.cluster.config import ServiceConfig
 
-DEMO_MODEL = "demo"  # the word that stands for the packaged model
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
@@ -86,14 +84,13 @@ class Owner:
         """
         config = self._config
         check_port(config.router.host, config.router.port)
-        source = str(find_demo_model()) if config.model == DEMO_MODEL else config.model
         ray_address = self._ray_address()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
         from legato.cluster.actors import RayService, RouterPlan, WorkerPlan, resolve_model_path
 
         try:
-            model_path = resolve_model_path(source)
+            model_path = resolve_model_path(config.model)
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error
         self._check_stop()
@@ -115,11 +112,11 @@ class Owner:
             placement = place(config, facts)
         except ValueError as error:
             raise ServiceError(str(error)) from error
-        # Nodes have files of their own: there a hub id is looked up again, by each.
-        everywhere = facts.num_nodes == 1 or Path(source).exists()
+        # Nodes have files of their own: there a hub id, or demo, is looked up again, by each.
+        everywhere = facts.num_nodes == 1 or Path(config.model).exists()
         service.launch(
             WorkerPlan(
-                model=str(model_path) if everywhere else source,
+                model=str(model_path) if everywhere else config.model,
                 engine=config.engine,
                 placement=placement,
                 spread=facts.num_nodes > 1,

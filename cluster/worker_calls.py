@@ -9,9 +9,10 @@ import grpc
 
 from legato.cluster.errors import RequestError
 from legato.protos import worker_pb2
+from legato.protos.never_retry import NEVER_RETRY
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Iterable
 
     from legato.cluster.worker_view import WorkerView
 
@@ -52,7 +53,14 @@ _FAILED = {
 }
 
 
-def _meaning(view: WorkerView, code: grpc.StatusCode, details: str | None) -> Exception:
+def _meaning(
+    view: WorkerView,
+    code: grpc.StatusCode,
+    details: str | None,
+    trailers: Iterable[tuple[str, str | bytes]],
+) -> Exception:
+    if NEVER_RETRY in tuple(trailers):
+        return RequestError(code, details or code.name)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return NoRoomError(view, details or code.name)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
@@ -88,10 +96,13 @@ class _Call:
         try:
             return await step
         except grpc.aio.AioRpcError as error:
-            raise _meaning(self.view, error.code(), error.details()) from None
+            raise _meaning(
+                self.view, error.code(), error.details(), error.trailing_metadata()
+            ) from None
         except asyncio.InvalidStateError:  # a write after the worker ended the call
             code, details = await self._base.code(), await self._base.details()
-            raise _meaning(self.view, code, details) from None
+            trailers = await self._base.trailing_metadata()
+            raise _meaning(self.view, code, details, trailers) from None
         except asyncio.CancelledError:
             if own_cancellation():
                 raise

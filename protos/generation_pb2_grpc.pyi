@@ -37,7 +37,8 @@ class GenerationStub:
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED.
+    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+    INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     """What is served, and its limits."""
@@ -51,7 +52,8 @@ class GenerationAsyncStub(GenerationStub):
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED.
+    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+    INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """What is served, and its limits."""
@@ -68,7 +70,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
         release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-        full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED.
+        full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+        INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
         """
 
     @_abc_1.abstractmethod

@@ -3,7 +3,8 @@
 isort:skip_file
 Internal services of one worker: prefill, decode, and what the router must know of it.
 Each streaming call owns what it holds: when the call ends, for whatever reason, the worker
-frees the blocks of that request.
+frees the blocks of that request. An error with the trailer `legato-retry: never` is the request's
+own (its logits are NaN or infinite): it is not to be tried on another worker.
 """
 
 from collections import abc as _abc

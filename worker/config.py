@@ -22,7 +22,7 @@ WEIGHTS = (
 class WorkerConfig:
     """Frozen and complete. `host` is loopback unless the operator says otherwise."""
 
-    model: str  # a folder, a .gguf file or a hub id
+    model: str  # a folder, a .gguf file, a hub id or demo
     role: Role
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from legato.worker.mailbox import EngineDiedError, JoinedEvent, Mailbox, TokenEvent
+from legato.worker.mailbox import BrokenEvent, EngineDiedError, JoinedEvent, Mailbox, TokenEvent
 from legato.worker.model_runner import ModelRunner
 from legato.worker.sampler import SamplingRow
+from legato.worker.sequence import FinishReason
 from legato.worker.unread import UnreadTokens
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # The engine is woken by every command; this only bounds the wait.
 _IDLE_WAIT_S = 1.0
+# So many steps in a row without one usable row of logits are the engine's fault, not its
+# requests'. Few, for each of them ends all its sequences; not one, for a prompt may be alone.
+_BROKEN_STEPS_LIMIT = 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class Engine:
     events go out to the event loop's mailboxes, in one call per step.
 
     Whatever goes wrong in a step is the engine's own fault, since requests are validated before
-    they come here: it is fatal, every mailbox fails and `on_failure` is called on the loop.
+    they come here: it is fatal, every mailbox fails and `on_failure` is called on the loop. A
+    sequence whose logits are NaN or infinite (an fp16 model may overflow on one prompt) ends alone,
+    unless `_BROKEN_STEPS_LIMIT` is reached.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class Engine:
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._steps = 0
         self._tokens = 0
+        self._broken_steps = 0  # in a row
         self._finished_at_s = 0.0
         self._step_now: _StepNow | None = None  # replaced as a whole: a reader sees one step
         # Of the event loop:
@@ -289,20 +296,37 @@ class Engine:
         for part in flight.step.parts:
             part.sequence.num_forwards += 1
             part.sequence.model_s += model_s
-        events = []
+        wanted = []
         for sequence, token in zip(flight.sequences, tokens, strict=True):
             sequence.num_unread -= 1
             # One that ended, or was released, while this step was under way has no use for it.
             if sequence in self._mailboxes and sequence.finish_reason is None:
-                events.append((sequence, self._append(sequence, token)))
+                wanted.append((sequence, token))
+        self._count_broken([token for _, token in wanted])
+        events = [(sequence, self._append(sequence, token)) for sequence, token in wanted]
         self._steps += 1
         self._tokens += flight.step.num_tokens
         with self._changed:
             self._note_stats()
         self._publish(events)
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+    def _count_broken(self, tokens: SequenceOf[Sampled | None]) -> None:
+        if not tokens:  # a prompt's chunk that is not the last says nothing
+            return
+        self._broken_steps = 0 if any(tokens) else self._broken_steps + 1
+        if self._broken_steps >= _BROKEN_STEPS_LIMIT:
+            raise FloatingPointError(
+                f"all logits of {self._broken_steps} steps in a row were NaN or infinite "
+                f"(limit {_BROKEN_STEPS_LIMIT})"
+            )
+
+    def _append(self, sequence: Sequence, sampled: Sampled | None) -> TokenEvent | BrokenEvent:
         index = sequence.num_output_tokens
+        if sampled is None:
+            _log.warning("a request ends: no usable logits at output position %d", index)
+            sequence.finish_reason = FinishReason.BROKEN
+            self._scheduler.remove(sequence)
+            return BrokenEvent(index)
         finish_reason = sequence.append(sampled.token_id)
         if finish_reason is not None:
             self._scheduler.remove(sequence)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.linear import set_deterministic
+from legato.worker.kv.cache import KvShape
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.source import resolve_model
 
@@ -43,8 +44,9 @@ def load_model(
     `on_progress` is passed to `build_model`: called with tensors read so far, and in all.
 
     Raises:
-        ValueError: the device is not there, the context length is beyond the model's, or the
-            checkpoint cannot be served (`CheckpointError`); the message says what and where.
+        ValueError: the device is not there, the context length is beyond the model's, the KV
+            memory holds no block, or the checkpoint cannot be served (`CheckpointError`); the
+            message says what and where.
     """
     set_deterministic(enabled=config.deterministic)
     device = choose_device(config.device)
@@ -60,6 +62,7 @@ def load_model(
             checkpoint.config, context_length=config.context_length
         )
     dtype = choose_dtype(config.dtype, device, checkpoint.native_dtype)
+    KvShape.of(checkpoint.config, config, dtype)  # refuses too little memory for it now
     # Here, so that a wrong model or setting is refused before the kernels are imported.
     from legato.worker.models.build import build_model
     from legato.worker.weights.matrix_form import MatrixForm

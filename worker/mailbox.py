@@ -32,7 +32,14 @@ class TokenEvent:
     wait_s: float  # submitted until its first step began
 
 
-EngineEvent = JoinedEvent | TokenEvent
+@dataclass(frozen=True)
+class BrokenEvent:
+    """The model gave no usable logits: the answer ends without the token at `index`."""
+
+    index: int  # in the answer, from 0
+
+
+EngineEvent = JoinedEvent | TokenEvent | BrokenEvent
 
 
 class Mailbox:

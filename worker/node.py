@@ -18,7 +18,7 @@ from legato.worker.handoff.tickets import TicketBook
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.kv.cache import KvCache, KvShape, choose_kv_dtype
+from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.pager import KvPager
 from legato.worker.load import worker_load
 from legato.worker.scheduling.decode import DecodeScheduler
@@ -73,19 +73,8 @@ class WorkerNode:
             ValueError: the context or the memory given does not fit the model.
         """
         model = loaded.model.config
-        shape = KvShape(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=config.block_size,
-            dtype=choose_kv_dtype(config.kv_cache, loaded.dtype),
-        )
+        shape = KvShape.of(model, config, loaded.dtype)
         num_blocks = shape.num_blocks(config.kv_memory_bytes)
-        if num_blocks < 1:
-            raise ValueError(
-                f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
-                f"one of {config.block_size} tokens takes {shape.bytes_per_block} bytes"
-            )
         check_kv_memory(config.kv_memory_bytes, loaded.device)
         pool = BlockPool(num_blocks)
         scheduler: Scheduler = (

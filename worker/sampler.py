@@ -67,16 +67,12 @@ class PendingTokens(Protocol):
         """[R] int64 on the device; -1 where a row is broken."""
         ...
 
-    def collect(self) -> list[Sampled]:
-        """Waits for them.
-
-        Raises:
-            FloatingPointError: a row holds NaN, or no finite maximum; names the rows.
-        """
+    def collect(self) -> list[Sampled | None]:
+        """Waits for them. None: the row is broken, its logits hold NaN or no finite maximum."""
         ...
 
 
-def sample(logits: Logits, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def sample(logits: Logits, rows: Sequence[SamplingRow]) -> list[Sampled | None]:
     """`launch_sample`, and at once the tokens."""
     return launch_sample(logits, rows).collect()
 
@@ -135,22 +131,19 @@ class _Launched:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type
             self._event.record()
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[Sampled | None]:
         """See `PendingTokens`."""
         if self._event is not None:
             self._event.synchronize()
         values = [copy.tolist() for copy in self._copies]
         token_ids: list[int] = values[0]
-        broken = [r for r, token_id in enumerate(token_ids) if token_id < 0]
-        if broken:
-            raise FloatingPointError(f"logits of rows {broken} have no finite maximum")
         sampled = [Sampled(token_id, None, ()) for token_id in token_ids]
         if self._logprobs is not None:
             own, best, ids = values[1:]
             for i, (r, count) in enumerate(self._logprobs.rows):
                 top = tuple(zip(ids[i][:count], best[i][:count], strict=True))
                 sampled[r] = Sampled(token_ids[r], own[i], top)
-        return sampled
+        return [token if token.token_id >= 0 else None for token in sampled]
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ class _Logprobs:
             logits = _rows(logits, places)
             tokens = tokens[torch.tensor(places, device=logits.device)]
         best = max(count for _, count in asked)
-        # A broken row is reported by `collect`; here its -1 must only not be an index.
+        # `collect` throws away what comes of a broken row; its -1 must only not be an index.
         return cls(asked, logprobs(logits, tokens.clamp(min=0), best))
 
 

@@ -16,6 +16,7 @@ class FinishReason(Enum):
 
     STOP = auto()
     LENGTH = auto()
+    BROKEN = auto()  # the model gave no usable logits: there is no last token
 
 
 class SequenceState(Enum):

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
+from legato.protos.malformed import RefuseMalformed
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.lifecycle import Lifecycle, Phase
 from legato.worker.loading import choose_device, load_model
@@ -127,7 +128,7 @@ class WorkerServer:
             loop=asyncio.get_running_loop(),
             on_failure=self._on_engine_failure,
         )
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
         node.add_services(server, self._begin_drain)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host

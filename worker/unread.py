@@ -28,5 +28,5 @@ class UnreadTokens:
             device = token_ids.device
             to = torch.tensor([place for place, _ in places], device=device)
             rows = torch.tensor([self._rows[sequence] for _, sequence in places], device=device)
-            # A broken row's -1 is reported when it is read; until then it must not be an index.
+            # A broken row's -1 ends its sequence when it is read; until then it is no index.
             token_ids[to] = self._token_ids[rows].clamp(min=0)

@@ -14,7 +14,7 @@ from legato.cluster.cli.connection import AddressOption, PortOption, choose_addr
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from legato.protos import common_pb2, generation_pb2
 
@@ -89,7 +89,7 @@ def generate(
         )
         request = make_request(text, sampling, chat=chat, system=system)
         call = stub.Generate(request, timeout=timeout)
-        answer = _print_stream(call, call.cancel, quiet=as_json)
+        answer = _print_stream(call, call.cancel, quiet=as_json, timeout_s=timeout)
     if as_json:
         print(json.dumps(_as_dict(answer), ensure_ascii=False))
     if stats:
@@ -124,9 +124,28 @@ def _print_stream(
     cancel: Callable[[], object],
     *,
     quiet: bool,
+    timeout_s: float | None = None,
 ) -> Answer:
+    import grpc
+
+    num_tokens = 0
+
+    def counted() -> Iterator[generation_pb2.GenerateResponse]:
+        nonlocal num_tokens
+        for response in responses:
+            num_tokens += len(response.delta.token_ids)
+            yield response
+
     try:
-        answer = read_answer(responses, (lambda _: None) if quiet else write_text)
+        answer = read_answer(counted(), (lambda _: None) if quiet else write_text)
+    except grpc.RpcError as error:
+        # Of its own deadline gRPC says no more than its name; the service's has a sentence.
+        if timeout_s is None or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise ServiceError(
+            f"the deadline of {timeout_s:g} s passed before the answer ended "
+            f"(tokens until then: {num_tokens})"
+        ) from error
     except BaseException:
         cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
         raise

@@ -16,7 +16,7 @@ from local_service import request as greedy_request
 from router_service import Service, ask
 from router_service import collect as collect_fake
 from tiny_models import make_llama_folder
-from worker_pair import running_pair
+from worker_pair import running_pair, running_worker
 
 from legato.cluster.cli.serve import parse_size
 from legato.cluster.sampling_rules import shown_float
@@ -67,6 +67,44 @@ async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert f"the request of {len(data)} bytes is malformed" in (raised.value.details() or "")
         assert (await collect_fake(service, ask("hello", 2))).finish is not None
+
+
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [
+        ("PrefillWorker/Prefill", b"\x0a\x04\x0a\x02\xff\xfe"),  # a key that is not UTF-8
+        ("DecodeWorker/Decode", b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"),
+        ("KvTransfer/Push", b"\xff"),
+        ("WorkerControl/GetIdentity", b"\xff"),
+        ("WorkerControl/WatchLoad", b"\x80\x04\x95\x1e\x00"),  # how a pickle begins
+    ],
+)
+async def test_malformed_requests_to_a_worker_are_the_callers_fault(
+    method: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_worker("decode") as worker:
+        call = worker.channel.stream_stream(f"/legato.v1.{method}")(timeout=5)
+        await call.write(data)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        details = await call.details() or ""
+        assert f"the request of {len(data)} bytes is malformed" in details
+    assert caplog.records == []  # no stack trace for each
+
+
+async def test_a_malformed_message_within_a_stream_frees_what_the_call_held(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_worker("decode") as worker:
+        call = worker.channel.stream_stream("/legato.v1.DecodeWorker/Decode")(timeout=5)
+        key = worker_pb2.AttemptKey(request_id="r", attempt=1)
+        reserve = worker_pb2.Reserve(key=key, num_handoff_tokens=3, max_kv_tokens=7)
+        await call.write(worker_pb2.DecodeCommand(reserve=reserve).SerializeToString())
+        assert worker_pb2.DecodeEvent.FromString(await call.read()).HasField("ticket")
+        assert worker.load().reserved_blocks > 0
+        await call.write(b"\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await worker.until_idle()
+    assert caplog.records == []
 
 
 async def test_proxies_of_the_environment_are_not_asked(

@@ -108,6 +108,22 @@ def test_dtypes_of_pages(kind: str, kv_dtype: torch.dtype, window: int | None) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *QUANTIZED_DTYPES])
+def test_nan_that_a_former_owner_left_is_not_read(kind: str, kv_dtype: torch.dtype) -> None:
+    case = make_case(
+        context_lens=[5, 70], num_queries=queries(kind, [5, 34]), kv_dtype=kv_dtype, device=DEVICE
+    )
+    former = torch.ones(case.pages.k.shape[0], dtype=torch.bool)
+    for sequence, length in enumerate(case.plan.context_lens.tolist()):
+        former[[case.slot(sequence, position) for position in range(length)]] = False
+    pages = case.pages
+    for rows in (pages.k, pages.v) if kv_dtype == torch.float32 else (pages.k_scale, pages.v_scale):
+        assert rows is not None
+        rows[former] = torch.nan
+    check(kind, case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_dtype", [HALF, *QUANTIZED_DTYPES])
 def test_half_precision(kind: str, kv_dtype: torch.dtype) -> None:
     case = make_case(

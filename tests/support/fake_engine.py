@@ -54,6 +54,7 @@ class FakeModel:
         self.config = config
         self.steps: list[list[int]] = []  # new tokens of each sequence, a list a step
         self.failure: BaseException | None = None
+        self.breaks_after: set[int] = set()  # tokens after which all logits are NaN
         # A test that clears `go` finds the engine inside its next step once `inside` is set.
         self.go = threading.Event()
         self.go.set()
@@ -110,6 +111,8 @@ class FakeModel:
                 1,
             )
             logits[wanted.index(last), self.next_token(context)] = 1.0
+            if int(batch.token_ids[last]) in self.breaks_after:
+                logits[wanted.index(last)] = torch.nan
         return logits
 
 
@@ -117,20 +120,23 @@ class FakeModel:
 class ReadTokens:
     """Tokens that are on the CPU already."""
 
-    sampled: list[Sampled]
+    sampled: list[Sampled | None]
 
     @property
     def token_ids(self) -> Tensor:
-        return torch.tensor([s.token_id for s in self.sampled])
+        return torch.tensor([-1 if s is None else s.token_id for s in self.sampled])
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[Sampled | None]:
         return self.sampled
 
 
 def fake_sample(logits: Logits, rows: Sequence[SamplingRow]) -> ReadTokens:
     """Greedy; a banned token gives way to the next id that is not."""
-    sampled = []
+    sampled: list[Sampled | None] = []
     for row_logits, row in zip(logits.values, rows, strict=True):
+        if row_logits.isnan().any():
+            sampled.append(None)
+            continue
         token_id = int(row_logits.argmax())
         while token_id in row.banned_token_ids:
             token_id = (token_id + 1) % VOCAB_SIZE

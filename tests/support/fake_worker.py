@@ -11,6 +11,7 @@ import grpc
 
 from legato.cluster.control_plane import Role, WorkerEndpoint
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from legato.protos.never_retry import NEVER_RETRY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,6 +42,7 @@ class Faults:
     end_at: int | None = None  # decode ends its stream, without an error, before this token
     hold_handoff: bool = False  # the KV never arrives
     lose_finish: bool = False  # decode sends every token, and never the word that it was the end
+    break_at: int | None = None  # no usable logits for this token, in prefill or decode
     cut_short_at: int | None = None  # decode finishes as CANCELLED before this token
 
 
@@ -141,6 +143,8 @@ class FakeWorker(
                 await context.abort(grpc.StatusCode.INTERNAL, "the engine raised")
             prompt = list(request.token_ids[: request.num_prompt_tokens])
             index = len(request.token_ids) - request.num_prompt_tokens
+            if index == self.faults.break_at:
+                await context.abort(grpc.StatusCode.INTERNAL, "NaN", (NEVER_RETRY,))
             finish = self._finish_reason(index, request.sampling)
             yield worker_pb2.PrefillEvent(
                 first_token=worker_pb2.FirstToken(
@@ -215,6 +219,8 @@ class FakeWorker(
             yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
             async for tokens in self._steps(start):
                 yield worker_pb2.DecodeEvent(tokens=tokens)
+            if self.faults.break_at is not None:
+                await context.abort(grpc.StatusCode.INTERNAL, "NaN", (NEVER_RETRY,))
         finally:
             self._sequences.pop(epoch, None)
             self.used_blocks -= sequence.blocks
@@ -226,7 +232,7 @@ class FakeWorker(
         forwards, batch = 0, []
         while True:
             await self._pause(self.step_s)
-            if index == self.faults.end_at:
+            if index in (self.faults.end_at, self.faults.break_at):
                 return
             if index == self.faults.cut_short_at:
                 self.faults.cut_short_at = None

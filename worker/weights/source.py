@@ -1,4 +1,4 @@
-"""resolve_model: from what the user wrote (folder, .gguf file, hub id) to a path on this disk."""
+"""resolve_model: from what the user wrote (folder, .gguf file, hub id, demo) to a path here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.demo_model import DEMO_MODEL, find_demo_model
 
 GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
@@ -14,12 +15,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 def resolve_model(source: str) -> Path:
     """Finds a model, and downloads it where `source` is a hub id (`org/name[@revision]`).
 
-    What exists on disk is a path. What only looks like one (begins with /, . or ~, ends with
-    .gguf, has more than one slash) is an error. All else is a hub id.
+    The word `demo` is the demo model. What exists on disk is a path. What only looks like one
+    (begins with /, . or ~, ends with .gguf, has more than one slash) is an error. All else is a
+    hub id.
 
     Raises:
         CheckpointError: nothing usable is there; the message says what to do.
     """
+    if source == DEMO_MODEL:
+        return find_demo_model()
     path = Path(source).expanduser()
     if source and _exists(path):
         _check(path)
