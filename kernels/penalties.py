@@ -33,7 +33,7 @@ class RowChanges:
 
 @dataclass(frozen=True)
 class LogitChanges:
-    """Those of P rows, one row's after the other's: contiguous tensors on the logits' device."""
+    """The changes of P rows, one after the other: contiguous tensors on the logits' device."""
 
     rows: Tensor  # [P] int64, each once
     starts: Tensor  # [P + 1, 2] int64: where a row's ids begin, and its banned ids; then the ends

@@ -1,4 +1,5 @@
-/* sample: tokens from rows of logits; kernels/choose.py and draw_weights.py define the results. */
+/* sample: tokens from rows of logits, and changes to them; kernels/choose.py, draw_weights.py and
+ * penalties.py define the results. */
 #include "op.h"
 #include "vec.h"
 
