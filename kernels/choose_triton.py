@@ -21,7 +21,7 @@ _NUM_WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
-def _argmax(
+def argmax_of_row(
     logits_ptr: tl.tensor,
     vocab_size: int,
     BLOCK: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
@@ -52,7 +52,7 @@ def _argmax_kernel(
 ) -> None:
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
-    _, most_likely = _argmax(logits_ptr + row * row_stride, vocab_size, BLOCK)
+    _, most_likely = argmax_of_row(logits_ptr + row * row_stride, vocab_size, BLOCK)
     tl.store(out_ptr + row, most_likely.to(tl.int64))
 
 
@@ -199,7 +199,7 @@ def _choose_kernel(
     logits_ptr += row * row_stride
     weights_ptr += row * vocab_size
     temperature = tl.load(reals_ptr + row * 3).to(tl.float32)
-    best, most_likely = _argmax(logits_ptr, vocab_size, BLOCK)
+    best, most_likely = argmax_of_row(logits_ptr, vocab_size, BLOCK)
     if (most_likely < 0) | (temperature == 0.0):
         tl.store(out_ptr + row, most_likely.to(tl.int64))
     else:
@@ -246,7 +246,7 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
             out,
             vocab_size,
             logits.stride(0),
-            BLOCK=_block(vocab_size),
+            BLOCK=block_size(vocab_size),
             num_warps=_NUM_WARPS,
         )
     return out
@@ -267,11 +267,12 @@ def choose(logits: Tensor, choices: Choices, out: Tensor) -> Tensor:
             out,
             vocab_size,
             logits.stride(0),
-            BLOCK=_block(vocab_size),
+            BLOCK=block_size(vocab_size),
             num_warps=_NUM_WARPS,
         )
     return out
 
 
-def _block(vocab_size: int) -> int:
+def block_size(vocab_size: int) -> int:
+    """Columns of a row at a time."""
     return min(_BLOCK, int(triton.next_power_of_2(vocab_size)))

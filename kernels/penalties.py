@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from legato.kernels import native
 from legato.kernels.choose import argmax
+from legato.kernels.layout import require_contiguous_rows, require_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-# Columns of LogitChanges.amounts.
+# Columns of the amounts.
 _BIAS, _REPETITION, _SUBTRACT = range(3)
 
 
@@ -27,6 +29,47 @@ class RowChanges:
     ids: NDArray[np.int64]  # [n], ascending
     amounts: NDArray[np.float32]  # [n, 3]: bias, repetition penalty, amount to subtract
     banned_ids: NDArray[np.int64]  # [m]
+
+
+@dataclass(frozen=True)
+class LogitChanges:
+    """The changes of P rows, one after the other: contiguous tensors on the logits' device."""
+
+    rows: Tensor  # [P] int64, each once
+    starts: Tensor  # [P + 1, 2] int64: where a row's ids begin, and its banned ids; then the ends
+    ids: Tensor  # [N] int64, of one row each once
+    amounts: Tensor  # [N, 3] fp32, as RowChanges.amounts
+    banned_ids: Tensor  # [M] int64
+
+    @classmethod
+    def of(cls, changes: Mapping[int, RowChanges], logits: Tensor) -> LogitChanges:
+        """The changes of one row or more, each row's by its number in logits [R, V].
+
+        Raises:
+            ValueError: there is no such row or id; an id's amounts are missing.
+        """
+        parts = list(changes.values())
+        rows = np.fromiter(changes, np.int64, len(parts))
+        sizes = [(len(part.ids), len(part.banned_ids)) for part in parts]
+        starts = np.concatenate(([(0, 0)], np.cumsum(sizes, axis=0)))
+        ids = np.concatenate([part.ids for part in parts])
+        banned_ids = np.concatenate([part.banned_ids for part in parts])
+        amounts = np.concatenate([part.amounts for part in parts])
+        if amounts.shape != (len(ids), 3):
+            raise ValueError(f"amounts must have shape {(len(ids), 3)}, got {amounts.shape}")
+        for name, numbers, limit in (
+            ("a row", rows, logits.shape[0]),
+            ("an id", ids, logits.shape[1]),
+            ("a banned id", banned_ids, logits.shape[1]),
+        ):
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < limit:
+                found = f"{numbers.min()} to {numbers.max()}"
+                raise ValueError(f"{name} must be in [0, {limit}), got {found}")
+        integers = (rows, starts.ravel(), ids, banned_ids)
+        whole = _on_device(np.concatenate(integers), logits.device)
+        pieces = torch.split(whole, [len(piece) for piece in integers])
+        amounts_there = _on_device(amounts, logits.device)
+        return cls(pieces[0], pieces[1].view(-1, 2), pieces[2], amounts_there, pieces[3])
 
 
 def row_changes(
@@ -59,40 +102,56 @@ def change_logits(logits: Tensor, changes: Mapping[int, RowChanges]) -> None:
     """Makes each row's changes to logits [R, V] fp32, in place, without waiting for the device.
 
     Bans that would leave a row no token at all (a tiny vocabulary) are lifted. A finite logit stays
-    finite, however extreme the change: an infinite one is the mark of a broken row.
+    finite, however extreme the change: an infinite one is the mark of a broken row. All devices
+    give the same bits.
 
     Args:
         logits: rows may have any stride.
         changes: by row.
     """
-    rows, ids, amounts = _flat({row: (c.ids, c.amounts) for row, c in changes.items()}, logits)
-    if len(ids):
-        bias, repetition, subtract = amounts.unbind(1)
-        before = logits[rows, ids]
-        values = before + bias
-        values = torch.where(values > 0, values / repetition, values * repetition) - subtract
-        largest = torch.finfo(values.dtype).max
-        values = values.clamp(-largest, largest).where(before.isfinite(), values)
-        logits.index_put_((rows, ids), values)
-    bans = {row: (c.banned_ids, None) for row, c in changes.items() if len(c.banned_ids)}
-    if not bans:
+    require_dtype(logits, torch.float32, "logits")
+    require_contiguous_rows(logits=logits)
+    if not changes:
         return
-    rows, ids, _ = _flat(bans, logits)
+    flat = LogitChanges.of(changes, logits)
+    if logits.is_cuda:
+        from legato.kernels import penalties_triton
+
+        penalties_triton.change_logits(logits, flat)
+        return
+    if native.takes(logits):
+        saved = torch.empty(len(flat.banned_ids))
+        tensors = (logits, flat.rows, flat.starts, flat.ids, flat.amounts, flat.banned_ids, saved)
+        sizes = (len(flat.rows), logits.shape[1], logits.stride(0))
+        native.launch("lg_change_logits", tensors, sizes, num_tasks=len(flat.rows))
+        return
+    _change_logits(logits, flat)
+
+
+def _change_logits(logits: Tensor, changes: LogitChanges) -> None:
+    num_ids, num_bans = changes.starts.diff(dim=0).unbind(1)
+    rows, ids = changes.rows.repeat_interleave(num_ids), changes.ids
+    bias, repetition, subtract = changes.amounts.unbind(1)
+    before = logits[rows, ids]
+    values = before + bias
+    values = torch.where(values > 0, values / repetition, values * repetition) - subtract
+    largest = torch.finfo(values.dtype).max
+    values = values.clamp(-largest, largest).where(before.isfinite(), values)
+    logits.index_put_((rows, ids), values)
+    rows, ids = changes.rows.repeat_interleave(num_bans), changes.banned_ids
+    if not len(ids):
+        return
     before = logits[rows, ids]
     logits.index_put_((rows, ids), before.new_tensor(-torch.inf))
     lifted = argmax(logits)[rows] < 0
     logits.index_put_((rows, ids), before.where(lifted, -torch.inf))
 
 
-def _flat(
-    parts: Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32] | None]], like: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All rows' entries one after the other, on the device of `like`: rows, ids and amounts."""
-    rows = np.repeat(list(parts), [len(ids) for ids, _ in parts.values()])
-    ids = np.concatenate([ids for ids, _ in parts.values()])
-    amounts = [a for _, a in parts.values() if a is not None] or [np.zeros((0, 3), np.float32)]
-    return (
-        torch.from_numpy(rows).to(like.device, non_blocking=True),
-        torch.from_numpy(ids).to(like.device, non_blocking=True),
-        torch.from_numpy(np.concatenate(amounts)).to(like.device, non_blocking=True),
-    )
+def _on_device(array: NDArray[np.int64] | NDArray[np.float32], device: torch.device) -> Tensor:
+    """A copy that the device may still be making: from pinned memory, for a large one from other
+    memory waits until the device has done what it was given before.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

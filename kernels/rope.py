@@ -31,8 +31,14 @@ def rotation_tables(
     half = inverse_frequencies.shape[0]
     require_shape(out, (positions.shape[0], 2, half), "out")
     require_dtype(positions, torch.int64, "positions")
+    require_dtype(inverse_frequencies, torch.float32, "inverse_frequencies")
+    require_dtype(out, torch.float32, "out")
+    require_contiguous(positions=positions, out=out, inverse_frequencies=inverse_frequencies)
+    if out.is_cuda:
+        from legato.kernels import rope_triton
+
+        return rope_triton.rotation_tables(positions, inverse_frequencies, out, scale=scale)
     if native.takes(inverse_frequencies, out):
-        require_contiguous(positions=positions, out=out, inverse_frequencies=inverse_frequencies)
         sizes = (positions.shape[0], half)
         native.launch("lg_rotation_tables", (positions, inverse_frequencies, out), sizes, (scale,))
         return out

@@ -1,4 +1,4 @@
-"""Triton kernel and launcher of apply_rope."""
+"""Triton kernels and launchers of rotation_tables and apply_rope."""
 
 from __future__ import annotations
 
@@ -7,13 +7,33 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from legato.kernels.layout import require_contiguous, require_contiguous_rows
+from legato.kernels.layout import require_contiguous, require_contiguous_rows, require_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Pairs that a program rotates: enough heads that it has work for its threads.
 _BLOCK_PAIRS = 512
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
+def _rotation_tables_kernel(
+    positions_ptr: tl.tensor,
+    frequencies_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale: float,
+    HALF: tl.constexpr,  # noqa: N803  # constexprs are capitals in Triton
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """One program a token. The angle may be any size: cos and sin reduce it exactly."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < HALF
+    frequencies = tl.load(frequencies_ptr + i, mask=inside, other=0.0)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * frequencies
+    out_ptr += token * 2 * HALF + i
+    tl.store(out_ptr, tl.cos(angles) * scale, mask=inside)
+    tl.store(out_ptr + HALF, tl.sin(angles) * scale, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
@@ -39,6 +59,28 @@ def _rope_kernel(
     high = tl.load(low_ptr + HALF, mask=inside).to(tl.float32)
     tl.store(low_ptr, low * cos - high * sin, mask=inside)
     tl.store(low_ptr + HALF, high * cos + low * sin, mask=inside)
+
+
+def rotation_tables(
+    positions: Tensor, inverse_frequencies: Tensor, out: Tensor, *, scale: float
+) -> Tensor:
+    """See kernels.rope."""
+    half = inverse_frequencies.shape[0]
+    require_shape(out, (positions.shape[0], 2, half), "out")
+    require_contiguous(positions=positions, inverse_frequencies=inverse_frequencies, out=out)
+    if out.numel():
+        block = triton.next_power_of_2(half)
+        _rotation_tables_kernel[(positions.shape[0],)](
+            positions,
+            inverse_frequencies,
+            out,
+            scale,
+            HALF=half,
+            BLOCK=block,
+            num_warps=min(4, max(1, block // 32)),
+            enable_fp_fusion=False,  # the angle is rounded before it is reduced
+        )
+    return out
 
 
 def apply_rope(heads: Tensor, tables: Tensor) -> None:

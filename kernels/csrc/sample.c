@@ -1,6 +1,9 @@
-/* sample: tokens from rows of logits; kernels/choose.py and draw_weights.py define the results. */
+/* sample: tokens from rows of logits, and changes to them; kernels/choose.py, draw_weights.py and
+ * penalties.py define the results. */
 #include "op.h"
 #include "vec.h"
+
+#include <float.h>
 
 #define POINT 40
 #define FRACTION_BITS 25
@@ -223,5 +226,36 @@ LG_API void lg_logprobs(const lg_op *op, lg_team *team) {
             values[i] = (float)((double)values[i] - (double)most - log_sum);
         const float own = x[((const int64_t *)op->p[1])[r]];
         ((float *)op->p[2])[r] = (float)((double)own - (double)most - log_sum);
+    }
+}
+
+/* One logit's change: bias, repetition, amount to subtract; see penalties.py. */
+static float changed(float before, const float *amounts) {
+    const float biased = before + amounts[0];
+    /* Volatile: the product is rounded before the subtraction, not fused with it. */
+    const volatile float scaled = biased > 0.0f ? biased / amounts[1] : biased * amounts[1];
+    const float value = scaled - amounts[2];
+    if (!isfinite(before)) return value;
+    return value > FLT_MAX ? FLT_MAX : value < -FLT_MAX ? -FLT_MAX : value;
+}
+
+/* Changes single logits of some rows. n: changed rows, width, row stride; p: logits, rows int64,
+ * starts int64 [rows + 1, 2] of ids and of banned ids, ids int64, amounts [ids, 3], banned int64,
+ * memory to work in: a float for each banned id. */
+LG_API void lg_change_logits(const lg_op *op, lg_team *team) {
+    const int64_t *ids = op->p[3], *banned = op->p[5];
+    const float *amounts = op->p[4];
+    float *saved = op->p[6];
+    for (int64_t r; (r = lg_take(team, 0, op->n[0])) >= 0;) {
+        const int64_t *starts = (const int64_t *)op->p[2] + r * 2;
+        float *x = (float *)op->p[0] + ((const int64_t *)op->p[1])[r] * op->n[2];
+        for (int64_t i = starts[0]; i < starts[2]; i++)
+            x[ids[i]] = changed(x[ids[i]], amounts + i * 3);
+        const int64_t first = starts[1], last = starts[3];
+        if (first == last) continue;
+        for (int64_t i = first; i < last; i++) saved[i] = x[banned[i]];
+        for (int64_t i = first; i < last; i++) x[banned[i]] = -INFINITY;
+        if (argmax_row(x, op->n[1]) >= 0) continue;
+        for (int64_t i = first; i < last; i++) x[banned[i]] = saved[i];
     }
 }

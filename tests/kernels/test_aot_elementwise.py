@@ -50,6 +50,11 @@ def heads(head_dim: int, dtype: torch.dtype) -> None:
     rope_triton.apply_rope(fused[:, :10], torch.empty(4, 2, head_dim // 2))
 
 
+def tables(head_dim: int) -> None:
+    positions, out = torch.zeros(4, dtype=torch.int64), torch.empty(4, 2, head_dim // 2)
+    rope_triton.rotation_tables(positions, torch.empty(head_dim // 2), out, scale=1.25)
+
+
 def activations(dtype: torch.dtype) -> None:
     for kind in ("silu_mul", "gelu_mul", "gelu"):
         width = 1536 if kind == "gelu" else 3072
@@ -71,6 +76,9 @@ AOT_CASES = [
     AotCase("heads of 128", lambda: heads(128, torch.bfloat16), (80, 90)),
     AotCase("heads of 80", lambda: heads(80, torch.float32), (80,), full=True),
     AotCase("heads of 256", lambda: heads(256, torch.float16), (90,), full=True),
+    # Angles beyond 105,615 are reduced with the help of seven words of memory.
+    AotCase("rotation tables of 128", lambda: tables(128), max_stack_bytes=32),
+    AotCase("rotation tables of 80", lambda: tables(80), full=True, max_stack_bytes=32),
     AotCase("activations, bf16", lambda: activations(torch.bfloat16), (90,)),
     AotCase("activations, fp32", lambda: activations(torch.float32), full=True),
     AotCase("rows, bf16", lambda: rows(empty(100, 2048), 2048), (80,)),
