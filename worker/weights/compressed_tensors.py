@@ -18,6 +18,7 @@ import torch
 
 from legato.kernels.weight import QuantizedWeight
 from legato.worker.models.config_fields import ConfigFields
+from legato.worker.weights.quoting import bare, quoted
 from legato.worker.weights.stored_matrix import (
     SCALE_DTYPES,
     Codes,
@@ -148,14 +149,16 @@ class CompressedTensors:
         """
         status = fields.text("quantization_status", "compressed")
         if status != "compressed":
-            raise fields.error("quantization_status", f"is {status!r}; supported is compressed")
+            raise fields.error(
+                "quantization_status", f"is {quoted(status)}; supported is compressed"
+            )
         for name in ("kv_cache_scheme", "transform_config"):
             if fields.get(name):
                 raise fields.error(name, "is set, which is not supported")
         sparsity = fields.get("sparsity_config")
         if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
             raise fields.error(
-                "sparsity_config.format", f"is {sparsity['format']!r}; supported is dense"
+                "sparsity_config.format", f"is {quoted(sparsity['format'])}; supported is dense"
             )
         form = fields.text("format", PACKED)
         groups = fields.get("config_groups")
@@ -183,9 +186,9 @@ def _matches(target: str, stem: str, *, named: bool) -> bool:
 def _scheme(
     fields: ConfigFields, name: str, group: object, form: str
 ) -> tuple[tuple[str, ...], CtLayout]:
-    where = f"{fields.where}: config_groups.{name}"
+    where = f"{fields.where}: config_groups.{bare(name)}"
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-        raise fields.error(f"config_groups.{name}", "must be an object with weights")
+        raise fields.error(f"config_groups.{bare(name)}", "must be an object with weights")
     scheme = ConfigFields(group, where)
     weights: Mapping[str, object] = group["weights"]
     layout = _layout(ConfigFields(weights, f"{where}.weights"), scheme, form)
@@ -195,13 +198,13 @@ def _scheme(
         _log.warning("%s.input_activations: activations are not quantised here", where)
     targets = scheme.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise scheme.error("targets", f"must be a list of names, got {targets!r}")
+        raise scheme.error("targets", f"must be a list of names, got {quoted(targets)}")
     for target in targets:
         if target.startswith("re:"):
             try:
                 re.compile(target.removeprefix("re:"))
             except re.error as error:
-                raise scheme.error("targets", f"holds {target!r}: {error}") from error
+                raise scheme.error("targets", f"holds {quoted(target)}: {error}") from error
     return tuple(targets), layout
 
 
@@ -209,12 +212,12 @@ def _layout(weights: ConfigFields, scheme: ConfigFields, form: str) -> CtLayout:
     form = scheme.text("format", form)
     kind = weights.text("type", "int")
     if kind != "int":
-        raise weights.error("type", f"is {kind!r}; supported is int")
+        raise weights.error("type", f"is {quoted(kind)}; supported is int")
     bits = weights.integer("num_bits", 8)
     # naive-quantized is the older name of the same layout.
     packed = form == PACKED
     if form not in (PACKED, INTEGER, "naive-quantized"):
-        raise scheme.error("format", f"is {form!r}; {_SUPPORTED}")
+        raise scheme.error("format", f"is {quoted(form)}; {_SUPPORTED}")
     if bits != 8 and not (packed and bits == 4):
         raise weights.error("num_bits", f"is {bits}; {_SUPPORTED}")
     if weights.boolean("dynamic", default=False):
@@ -223,7 +226,9 @@ def _layout(weights: ConfigFields, scheme: ConfigFields, form: str) -> CtLayout:
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.text("strategy", default)
     if strategy not in ("group", "channel", "tensor"):
-        raise weights.error("strategy", f"is {strategy!r}; supported are group, channel, tensor")
+        raise weights.error(
+            "strategy", f"is {quoted(strategy)}; supported are group, channel, tensor"
+        )
     group_size = weights.integer("group_size") if strategy == "group" else None
     if group_size is not None and (group_size < 8 or group_size % 8):
         raise weights.error("group_size", f"is {group_size}; must be a multiple of 8")
@@ -245,5 +250,5 @@ def _act_order(weights: ConfigFields) -> bool:
     order = weights.get("actorder")
     if order not in (None, False, True, *_IN_ORDER, *_OUT_OF_ORDER):
         known = ", ".join((*_IN_ORDER, *_OUT_OF_ORDER))
-        raise weights.error("actorder", f"is {order!r}; supported are {known}")
+        raise weights.error("actorder", f"is {quoted(order)}; supported are {known}")
     return order is True or order in _OUT_OF_ORDER
