@@ -55,7 +55,7 @@ class ModelConfig:
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     num_learned_positions: int = 0  # instead of RoPE; at least context_length
     local_rope: RopeConfig | None = None  # of layers with a window, where they have their own
-    layer_windows: tuple[int | None, ...] = ()  # of each layer, at most the context; (): no windows
+    layer_windows: tuple[int | None, ...] = ()  # of each layer; (): none has one
     attention_scale: float | None = None  # of the scores, above 0; None: 1 / sqrt(head_dim)
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ class ModelConfig:
         for window in self.layer_windows:
             if window is not None and window < 1:
                 raise ValueError(f"a window must be at least 1, got {window}")
-        # A window beyond the context hides nothing, whatever its size: kernels take 32 bits.
-        bounded = (w if w is None else min(w, self.context_length) for w in self.layer_windows)
+        # A window beyond every context hides nothing, however large; kernels take 32 bits.
+        bounded = (w if w is None else min(w, MAX_CONTEXT_LENGTH) for w in self.layer_windows)
         object.__setattr__(self, "layer_windows", tuple(bounded))
 
     def window(self, layer: int) -> int | None:
