@@ -24,7 +24,7 @@ PACKED, INTEGER = "pack-quantized", "int-quantized"
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 ACTIVATION_SUFFIXES = ("input_scale", "input_zero_point")
 _IN_ORDER, _OUT_OF_ORDER = ("weight", "static"), ("group", "dynamic")  # actorder
-_PARSE_STEPS = 10  # that reading a character of a pattern takes
+_PARSE_STEPS = 100  # that reading a character of a pattern takes
 _PATTERN = "re:"  # begins a target that is a regular expression
 _SUPPORTED = f"supported are {PACKED} with 4 or 8 bits and {INTEGER} with 8"
 
