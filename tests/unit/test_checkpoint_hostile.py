@@ -28,6 +28,7 @@ from legato.worker.models.config import (
     RopeConfig,
 )
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.gguf_header import GgufHeader
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.quoting import MAX_CHARS, bare, join_names, one_line, quoted
 
@@ -355,7 +356,7 @@ def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path, gguf: bytes) -
 def test_the_padding_of_the_last_tensor_may_be_missing(tmp_path: Path) -> None:
     model = make_llama(num_hidden_layers=1, vocab_size=319)
     whole = write_gguf(tmp_path / "whole.gguf", model)
-    last = max(tensor.stop for tensor in open_checkpoint(whole)._all_tensors)  # type: ignore[attr-defined]
+    last = max(tensor.stop for tensor in GgufHeader.read(whole).tensors)
     data = whole.read_bytes()
     file = tmp_path / "cut.gguf"
     for length in range(last, len(data) + 1):
@@ -363,3 +364,15 @@ def test_the_padding_of_the_last_tensor_may_be_missing(tmp_path: Path) -> None:
         open_checkpoint(file)
     file.write_bytes(data[: last - 1])
     assert "is truncated" in refusal(file)
+
+
+def test_bytes_between_tensors_are_refused(tmp_path: Path, gguf: bytes) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(gguf)
+    last = max(GgufHeader.read(file).tensors, key=lambda tensor: tensor.start)
+    # In the header: the name, the number of dimensions, each of them, the type, the offset.
+    at = gguf.index(last.name.encode()) + len(last.name) + 4 + 8 * len(last.shape) + 4
+    (offset,) = struct.unpack_from("<Q", gguf, at)
+    moved = gguf[:at] + struct.pack("<Q", offset + 64) + gguf[at + 8 :]
+    file.write_bytes(moved[: last.start] + bytes(64) + moved[last.start :])
+    assert f"has 64 bytes before tensor {last.name} that belong to none" in refusal(file)

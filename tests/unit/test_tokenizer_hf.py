@@ -284,7 +284,7 @@ def test_messages_are_short_and_on_one_line(tmp_path: Path, odd: str, key: str) 
     value = {"x_token": {"content": [odd]}}.get(key, odd)
     name = odd + "_token" if key == "x_token" else key
     change(tmp_path, "tokenizer_config.json", **{name: value})
-    with pytest.raises(ValueError, match="is |has ") as caught:
+    with pytest.raises(ValueError, match=r"is |has ") as caught:
         ModelText.load(tmp_path)
     assert len(str(caught.value)) < 2000
     assert str(caught.value).isprintable()
