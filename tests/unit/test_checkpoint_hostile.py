@@ -371,7 +371,8 @@ def test_bytes_between_tensors_are_refused(tmp_path: Path, gguf: bytes) -> None:
     file.write_bytes(gguf)
     last = max(GgufHeader.read(file).tensors, key=lambda tensor: tensor.start)
     # In the header: the name, the number of dimensions, each of them, the type, the offset.
-    at = gguf.index(last.name.encode()) + len(last.name) + 4 + 8 * len(last.shape) + 4
+    name = struct.pack("<Q", len(last.name)) + last.name.encode()
+    at = gguf.index(name) + len(name) + 4 + 8 * len(last.shape) + 4
     (offset,) = struct.unpack_from("<Q", gguf, at)
     moved = gguf[:at] + struct.pack("<Q", offset + 64) + gguf[at + 8 :]
     file.write_bytes(moved[: last.start] + bytes(64) + moved[last.start :])
