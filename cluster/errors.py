@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import grpc
+
+MAX_SHOWN_CHARS = 80  # of one value in a sentence
+MAX_PRINTED_CHARS = 500  # of a sentence that others wrote
+# Never walks the whole of a huge or deep value.
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 4 * MAX_SHOWN_CHARS
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
 
 
 class RequestError(Exception):
@@ -32,6 +41,19 @@ def invalid(message: str) -> RequestError:
 def unavailable(message: str) -> RequestError:
     """UNAVAILABLE: `message` names what is missing."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, message)
+
+
+def shown(value: object) -> str:
+    """A value for an error sentence, cut where it is long."""
+    text = _REPR.repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}…"
+
+
+def printable(text: str) -> str:
+    """Another's sentence for one of ours: one line, bounded, without control characters."""
+    if len(text) > MAX_PRINTED_CHARS:
+        text = f"{text[:MAX_PRINTED_CHARS]}…"
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class ServiceError(Exception):

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from legato.cluster.errors import RequestError, invalid
+from legato.cluster.errors import RequestError, invalid, shown
 from legato.cluster.known_fields import check_known_fields
 from legato.cluster.sampling_rules import (
     DEFAULT_MAX_TOKENS,
     check_sampling,
     check_token_ids,
     complete_sampling,
-    shown,
 )
 from legato.protos import common_pb2
 

@@ -34,12 +34,6 @@ _NUMBERS: tuple[tuple[str, float, float, float, bool], ...] = (
 )
 
 
-def shown(value: object) -> str:
-    """A value for an error sentence, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
-
-
 def shown_float(value: float) -> str:
     """The shortest text that reads back as this fp32: 1.0000001 must not be shown as 1."""
     for digits in range(6, 9):

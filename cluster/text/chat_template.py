@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, nodes
 
-from legato.cluster.errors import RequestError, invalid
+from legato.cluster.errors import RequestError, invalid, printable
 from legato.cluster.text.template_bounds import BUDGET, LimitError, RenderBudget
 from legato.cluster.text.template_sandbox import TemplateSandbox
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 MAX_RENDERED_CHARS = 1 << 24
 TIME_LIMIT_S = 5.0
-_MAX_ERROR_CHARS = 500
 
 
 class ChatTemplate:
@@ -95,7 +94,7 @@ class ChatTemplate:
             raise
         except _RefusedError as error:
             raise invalid(
-                f"messages: refused by the model's chat template: {_cut(error)}"
+                f"messages: refused by the model's chat template: {printable(str(error))}"
             ) from error
         except Exception as error:  # a template is a program: anything can come out of it
             raise invalid(
@@ -135,12 +134,7 @@ def _to_json(
     )
 
 
-def _cut(error: BaseException) -> str:
-    text = str(error)
-    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "…"
-
-
 def _sentence(error: BaseException) -> str:
     if isinstance(error, LimitError):
         return str(error)
-    return f"{type(error).__name__}: {_cut(error)}"
+    return f"{type(error).__name__}: {printable(str(error))}"

@@ -6,6 +6,8 @@ import mmap
 import struct
 from typing import TYPE_CHECKING, TypeAlias
 
+from legato.cluster.errors import printable, shown
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -83,8 +85,9 @@ class _Head:
         for index in range(num_keys):
             key = self._string(f"the name of key {index}")
             if key in values:
-                raise _DamagedError(f"metadata key {key!r} appears twice")
-            values[key] = self._value(self._number(_U32, f"the type of {key}"), key, depth=0)
+                raise _DamagedError(f"metadata key {shown(key)} appears twice")
+            label = printable(key)
+            values[key] = self._value(self._number(_U32, f"the type of {label}"), label, depth=0)
         return values
 
     def _number(self, layout: struct.Struct, what: str) -> int:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from legato.cluster.errors import shown
 from legato.cluster.text.gguf_metadata import read_gguf_metadata
+from legato.cluster.text.library_errors import library_errors
 from legato.cluster.text.sentencepiece_bpe import CONTROL, UNKNOWN, USER_DEFINED, sentencepiece_bpe
 from legato.cluster.text.text_parts import TextParts
 from legato.cluster.text.word_split import WORD_SPLITS
@@ -64,7 +66,7 @@ def _build(name: str, metadata: Mapping[str, GgufValue]) -> TextParts:
         bos_by_default = True
     else:
         raise ValueError(
-            f"tokenizer.ggml.model is {kind!r}; 'gpt2' (byte-level BPE) and 'llama'"
+            f"tokenizer.ggml.model is {shown(kind)}; 'gpt2' (byte-level BPE) and 'llama'"
             " (SentencePiece's BPE) are supported in .gguf files: serve the model's Hugging Face"
             " folder instead"
         )
@@ -129,17 +131,15 @@ def _byte_level(pre: str, tokens: list[str], types: list[int], merges: list[str]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise ValueError(f"tokenizer.ggml.tokens has {twice!r} twice")
+        raise ValueError(f"tokenizer.ggml.tokens has {shown(twice)} twice")
     pairs: list[tuple[str, str]] = []
     for merge in merges:
         left, gap, right = merge.partition(" ")
         if not (left and gap and right):
-            raise ValueError(f"tokenizer.ggml.merges has {merge!r}, which is not a pair")
+            raise ValueError(f"tokenizer.ggml.merges has {shown(merge)}, which is not a pair")
         pairs.append((left, right))
-    try:
+    with library_errors("tokenizer.ggml.merges does not fit the tokens"):
         model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split.prefers_whole_words)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"tokenizer.ggml.merges does not fit the tokens: {error}") from error
     tokenizer = Tokenizer(model)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -164,7 +164,8 @@ def _pre_tokenizer_name(metadata: Mapping[str, GgufValue]) -> str:
         raise ValueError("tokenizer.ggml.pre is missing: the file does not say how text is split")
     if pre not in WORD_SPLITS:
         raise ValueError(
-            f"tokenizer.ggml.pre {pre!r} is not supported; {', '.join(sorted(WORD_SPLITS))} are"
+            f"tokenizer.ggml.pre {shown(pre)} is not supported;"
+            f" {', '.join(sorted(WORD_SPLITS))} are"
         )
     return pre
 
@@ -199,7 +200,7 @@ def _optional(metadata: Mapping[str, GgufValue], key: str, kind: type[Scalar]) -
     if value is None:
         return None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{key} is {value!r:.80}, not of type {kind.__name__}")
+        raise ValueError(f"{key} is {shown(value)}, not of type {kind.__name__}")
     return value
 
 

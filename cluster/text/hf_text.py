@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from legato.cluster.errors import printable, shown
 from legato.cluster.text.hf_class import apply_class, class_names, tokenizer_class
+from legato.cluster.text.library_errors import library_errors
 from legato.cluster.text.text_parts import TextParts
 
 if TYPE_CHECKING:
@@ -74,10 +76,8 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
                 " needed: convert it once with transformers (save_pretrained writes it)"
             )
         raise ValueError(f"{path}: the file is missing")
-    try:
+    with library_errors(str(path)):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path}: {error}") from error
     # Saved training settings: left on, they would cut or pad prompts without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -125,7 +125,7 @@ def _special_names(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str]
         named |= extra
         extra = []
     if not isinstance(extra, list):
-        raise ValueError(f"{folder}: extra_special_tokens is {extra!r:.80}, not a list or object")
+        raise ValueError(f"{folder}: extra_special_tokens is {shown(extra)}, not a list or object")
     names = {key: _token_text(folder, key, value) for key, value in named.items()}
     return names, [_token_text(folder, "extra_special_tokens", value) for value in extra]
 
@@ -139,7 +139,7 @@ def _is_name(key: str, value: object) -> bool:
 def _token_text(folder: Path, key: str, value: object) -> str:
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
-        raise ValueError(f"{folder}: {key} is {text!r:.80}, not a string")
+        raise ValueError(f"{folder}: {printable(key)} is {shown(text)}, not a string")
     return text
 
 
@@ -158,7 +158,9 @@ def _add_config_tokens(
         entries = sorted((int(key), entry) for key, entry in listed.items())
         texts = {index: str(entry["content"]) for index, entry in entries}
     except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: added_tokens_decoder has a wrong entry: {error}") from error
+        raise ValueError(
+            f"{path}: added_tokens_decoder has a wrong entry: {printable(str(error))}"
+        ) from error
     for index, entry in entries:
         is_special = bool(entry.get("special", False))
         if tokenizer.token_to_id(texts[index]) is None or (is_special and index not in special):
@@ -173,7 +175,7 @@ def _add_config_tokens(
             (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
         if tokenizer.token_to_id(texts[index]) != index:
             raise ValueError(
-                f"{path}: {texts[index]!r:.80} has id {index} there and"
+                f"{path}: {shown(texts[index])} has id {index} there and"
                 f" {tokenizer.token_to_id(texts[index])} in tokenizer.json"
             )
         if is_special:
@@ -190,7 +192,7 @@ def _add_config_tokens(
 def _named_id(folder: Path, tokenizer: Tokenizer, key: str, text: str) -> int | None:
     token_id = tokenizer.token_to_id(text)
     if token_id is None and key in ("bos_token", "eos_token"):
-        raise ValueError(f"{folder}: {key} {text!r:.80} is not in tokenizer.json")
+        raise ValueError(f"{folder}: {key} {shown(text)} is not in tokenizer.json")
     return token_id
 
 
@@ -199,9 +201,10 @@ def _adds_bos(
 ) -> bool:
     wanted = config.get("add_bos_token")
     if wanted is None:
-        return bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
+        with library_errors(str(folder / "tokenizer.json")):
+            return bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
     if not isinstance(wanted, bool):
-        raise ValueError(f"{folder}: add_bos_token is {wanted!r:.80}, not true or false")
+        raise ValueError(f"{folder}: add_bos_token is {shown(wanted)}, not true or false")
     if wanted and bos_id is None:
         raise ValueError(f"{folder}: add_bos_token is true, but there is no bos_token")
     return wanted
@@ -214,7 +217,7 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
             values = value if isinstance(value, list) else [value]
             if any(type(item) is not int or item < 0 for item in values):
                 raise ValueError(
-                    f"{folder / file}: eos_token_id is {value!r:.80}; an id >= 0 or a list of"
+                    f"{folder / file}: eos_token_id is {shown(value)}; an id >= 0 or a list of"
                     " them is needed"
                 )
             return tuple(dict.fromkeys(values))
@@ -248,4 +251,4 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, st
     if len(by_name) == 1:
         return next(iter(by_name.values())), ""
     listed = ", ".join(sorted(by_name)) or "none"
-    return None, f"none of the model's chat templates ({listed}) is named 'default'"
+    return None, f"none of the model's chat templates ({printable(listed)}) is named 'default'"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from legato.cluster.errors import RequestError, invalid
+from legato.cluster.errors import RequestError, invalid, printable
 from legato.cluster.text.chat_template import ChatTemplate
 from legato.cluster.text.detokenizer import Detokenizer
 from legato.cluster.text.gguf_text import load_gguf_text
@@ -78,7 +78,7 @@ class ModelText:
         except ValueError as error:
             if str(error).startswith(str(path)):
                 raise
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {printable(str(error))}") from error
 
     def encode_text(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
         """Tokenises raw text; exactly one BOS where the model wants one."""

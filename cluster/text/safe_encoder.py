@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken
 
-from legato.cluster.errors import invalid
+from legato.cluster.errors import invalid, shown
+from legato.cluster.text.library_errors import library_errors
 from legato.cluster.text.lost_text import LostText
 
 if TYPE_CHECKING:
@@ -132,9 +133,10 @@ class SafeEncoder:
         if self._unsafe is not None:
             text = self._break_up(text, self._unsafe)
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises nothing narrower
-            raise invalid(f"the prompt cannot be tokenised: {str(error)[:200]}") from error
+            with library_errors("the prompt cannot be tokenised"):
+                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except ValueError as error:
+            raise invalid(str(error)) from error
         return [self._real_id.get(id_, id_) for id_ in ids if id_ != self._break_id]
 
     def _break_up(self, text: str, starts: re.Pattern[str]) -> str:
@@ -147,7 +149,8 @@ class SafeEncoder:
         return "".join([*pieces, text[last:]])
 
     def _is_plain(self, text: str, tokens: dict[int, AddedToken]) -> bool:
-        ids = set(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        with library_errors(f"tokenizer.json: it cannot tokenise {shown(text)}"):
+            ids = set(self._tokenizer.encode(text, add_special_tokens=False).ids)
         # The unknown token controls nothing: any character that has no token gives it.
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         return tokens.keys().isdisjoint(ids - {self._tokenizer.token_to_id(unknown or "")})

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from legato.cluster.errors import shown
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,7 +52,7 @@ def sentencepiece_bpe(
     vocabulary = {text: index for index, text in enumerate(texts)}
     if len(vocabulary) != len(texts):
         twice = next(text for index, text in enumerate(texts) if vocabulary[text] != index)
-        raise ValueError(f"tokenizer.ggml.tokens has {twice!r:.80} twice")
+        raise ValueError(f"tokenizer.ggml.tokens has {shown(twice)} twice")
     unknown = [text for text, kind in zip(texts, types, strict=True) if kind == UNKNOWN]
     if len(unknown) > 1:
         raise ValueError(f"tokenizer.ggml.token_type calls {len(unknown)} tokens unknown, not 1")
@@ -100,18 +102,18 @@ def _merges(
             continue
         if kind == UNUSED:
             raise ValueError(
-                f"tokenizer.ggml.token_type calls {text!r:.80} unused, though it can be merged:"
+                f"tokenizer.ggml.token_type calls {shown(text)} unused, though it can be merged:"
                 " not supported"
             )
         if not math.isfinite(score):
-            raise ValueError(f"tokenizer.ggml.scores has {score} for {text!r:.80}")
+            raise ValueError(f"tokenizer.ggml.scores has {score} for {shown(text)}")
         made.append((-score, text, halves))
     made.sort(key=lambda entry: (entry[0], -len(entry[1])))
     for (score, text, _), (next_score, next_text, _) in pairwise(made):
         if score == next_score and len({*text, *next_text}) > 1:
             raise ValueError(
-                f"tokenizer.ggml.scores has {-score:g} for both {text!r:.80} and"
-                f" {next_text!r:.80}: which one is merged first is open"
+                f"tokenizer.ggml.scores has {-score:g} for both {shown(text)} and"
+                f" {shown(next_text)}: which one is merged first is open"
             )
     return [pair for _, _, halves in made for pair in halves]
 
@@ -121,7 +123,9 @@ def _check_bytes(texts: Sequence[str], types: Sequence[int]) -> bool:
     found = {text for text, kind in zip(texts, types, strict=True) if kind == BYTE}
     odd = next((text for text in found if not _BYTE_PIECE.fullmatch(text)), None)
     if odd is not None:
-        raise ValueError(f"tokenizer.ggml.tokens has {odd!r:.80} as a byte, not of the form <0x0A>")
+        raise ValueError(
+            f"tokenizer.ggml.tokens has {shown(odd)} as a byte, not of the form <0x0A>"
+        )
     if found and len(found) != 256:
         raise ValueError(f"tokenizer.ggml.token_type calls {len(found)} tokens bytes, not 256 or 0")
     return bool(found)

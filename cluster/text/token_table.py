@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import decoders
 
+from legato.cluster.text.library_errors import library_errors
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -62,7 +64,8 @@ class TokenTable:
         """Text of tokens that stand side by side, by the tokenizer's own decoder."""
         if self._decoder is None:
             return " ".join(tokens)
-        return str(self._decoder.decode(list(tokens)))
+        with library_errors("tokenizer.json: its decoder failed"):
+            return str(self._decoder.decode(list(tokens)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer: special tokens and ids without a token add nothing."""

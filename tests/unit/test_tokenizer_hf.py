@@ -14,6 +14,7 @@ from text_folders import KINDS, write_folder
 from tiny_models import BOS, EOS, IM_END, IM_START, write_byte_tokenizer
 from transformers import AutoTokenizer
 
+from legato.cluster.errors import RequestError
 from legato.cluster.text.model_text import ModelText
 from legato.protos import generation_pb2
 
@@ -234,3 +235,80 @@ def test_training_settings_do_not_cut_prompts(tmp_path: Path) -> None:
         truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
     )
     assert ModelText.load(tmp_path).encode_text("abcd") == list(b"abcd")
+
+
+NESTED = {"type": "Split", "pattern": {"Regex": "(([a-z]+)+)+!"}, "behavior": "Isolated"}
+
+
+def test_a_pattern_that_the_tokenizer_gives_up_on_is_an_error(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    parts = [NESTED | {"invert": False}, content["pre_tokenizer"]]
+    change(tmp_path, "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": parts})
+    text = ModelText.load(tmp_path)
+    assert text.encode_text("some words")
+    with pytest.raises(RequestError, match=r"cannot be tokenised: .*retry-limit-in-match over"):
+        text.encode_text("a" * 100)
+
+
+def test_a_pattern_that_cannot_take_the_control_tokens_is_refused(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    hostile = "<" + "a" * 60 + ">"
+    token = content["added_tokens"][0] | {"content": hostile, "id": 400}
+    change(tmp_path, "tokenizer.json", added_tokens=[*content["added_tokens"], token])
+    parts = [NESTED | {"invert": False}, content["pre_tokenizer"]]
+    change(tmp_path, "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": parts})
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .*retry-limit-in-match over"):
+        ModelText.load(tmp_path)
+
+
+def test_a_decoder_that_gives_up_is_an_error(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    replace = {"type": "Replace", "pattern": NESTED["pattern"], "content": ""}
+    change(
+        tmp_path,
+        "tokenizer.json",
+        decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, replace]},
+    )
+    text = ModelText.load(tmp_path)
+    ids = text.encode_text("a" * 100)
+    with pytest.raises(ValueError, match=r"its decoder failed: .*retry-limit-in-match over"):
+        text.decode(ids)
+
+
+@pytest.mark.parametrize("odd", ["n" * 3_000_000, "a\nb\x1b[31m\u202ec\r"], ids=["long", "odd"])
+@pytest.mark.parametrize("key", ["bos_token", "extra_special_tokens", "add_bos_token", "x_token"])
+def test_messages_are_short_and_on_one_line(tmp_path: Path, odd: str, key: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    value = {"x_token": {"content": [odd]}}.get(key, odd)
+    name = odd + "_token" if key == "x_token" else key
+    change(tmp_path, "tokenizer_config.json", **{name: value})
+    with pytest.raises(ValueError, match=r"is |has ") as caught:
+        ModelText.load(tmp_path)
+    assert len(str(caught.value)) < 2000
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("odd", ["n" * 3_000_000, "a\nb\x1b[31m\u202ec\r"], ids=["long", "odd"])
+def test_a_message_of_the_library_or_of_a_template_is_too(tmp_path: Path, odd: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    change(
+        tmp_path,
+        "tokenizer_config.json",
+        chat_template="{{ raise_exception('x'~bos_token) }}",
+        bos_token=odd,
+        added_tokens_decoder={"400": {"content": odd, "special": True}},
+    )
+    messages = []
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    token = content["added_tokens"][0] | {"content": odd, "id": 400}
+    change(tmp_path, "tokenizer.json", added_tokens=[*content["added_tokens"], token])
+    with pytest.raises((ValueError, RequestError)) as caught:
+        ModelText.load(tmp_path).encode_chat(user("hi"))
+    messages.append(str(caught.value))
+    change(tmp_path, "tokenizer.json", pre_tokenizer={"type": odd})
+    with pytest.raises(ValueError, match=r"tokenizer\.json: ") as refused:
+        ModelText.load(tmp_path)
+    messages.append(str(refused.value))
+    assert all(len(message) < 2000 and message.isprintable() for message in messages)

@@ -12,6 +12,7 @@ from legato.worker.models.gpt2 import Gpt2Model
 from legato.worker.models.llama import LlamaModel
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.matrix_form import MatrixForm
+from legato.worker.weights.quoting import quoted
 from legato.worker.weights.weight_reader import WeightReader
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def build_model(
     architecture = checkpoint.config.architecture
     if architecture not in _MODELS:
         raise CheckpointError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(_MODELS)}"
+            f"architecture {quoted(architecture)} is not supported; supported: {', '.join(_MODELS)}"
         )
     form = MatrixForm("auto", checkpoint) if form is None else form
     reader = WeightReader(

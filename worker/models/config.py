@@ -9,6 +9,7 @@ RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 
 MAX_CONTEXT_LENGTH = 2**31 - 1  # positions are 32-bit integers on the wire and in kernels
+MAX_SIZE = 2**31 - 1  # of a dimension: kernels index rows with 32 bits
 MAX_LAYERS = 10_000  # a file that claims more is broken; per-layer settings are made in full
 
 
@@ -26,6 +27,9 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whether the bounds of its ramp are whole numbers
     attention_factor: float = 1.0  # yarn: of cos and sin
+
+    def __post_init__(self) -> None:
+        _check_size("original_context_length", self.original_context_length, MAX_CONTEXT_LENGTH)
 
 
 @dataclass(frozen=True)
@@ -55,24 +59,21 @@ class ModelConfig:
     attention_scale: float | None = None  # of the scores, above 0; None: 1 / sqrt(head_dim)
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "vocab_size",
-            "context_length",
+        for name, most in (
+            ("num_layers", MAX_LAYERS),
+            ("hidden_size", MAX_SIZE),
+            ("intermediate_size", MAX_SIZE),
+            ("num_heads", MAX_SIZE),
+            ("num_kv_heads", MAX_SIZE),
+            ("head_dim", MAX_SIZE),
+            ("vocab_size", MAX_SIZE),
+            ("context_length", MAX_CONTEXT_LENGTH),
         ):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.num_layers > MAX_LAYERS:
-            raise ValueError(f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}")
-        if self.context_length > MAX_CONTEXT_LENGTH:
+            _check_size(name, getattr(self, name), most)
+        if not 0 <= self.num_learned_positions <= MAX_SIZE:
             raise ValueError(
-                f"context_length must be at most {MAX_CONTEXT_LENGTH}, got {self.context_length}"
+                f"num_learned_positions must be from 0 to {MAX_SIZE}, got "
+                f"{self.num_learned_positions}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -93,7 +94,16 @@ class ModelConfig:
         for window in self.layer_windows:
             if window is not None and window < 1:
                 raise ValueError(f"a window must be at least 1, got {window}")
+        # A window beyond every context hides nothing, however large; kernels take 32 bits.
+        bounded = (w if w is None else min(w, MAX_CONTEXT_LENGTH) for w in self.layer_windows)
+        object.__setattr__(self, "layer_windows", tuple(bounded))
 
     def window(self, layer: int) -> int | None:
         """How many positions up to its own a token of this layer sees; None: all."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+
+def _check_size(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        limit = f"at least 1, got {value}" if value < 1 else f"at most {most}, got {value}"
+        raise ValueError(f"{name} must be {limit}")

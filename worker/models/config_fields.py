@@ -6,9 +6,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+MAX_INTEGER = 2**64 - 1  # what a GGUF file can hold; JSON has no limit of its own
 
 
 class ConfigFields:
@@ -41,14 +44,16 @@ class ConfigFields:
         return CheckpointError(f"{self.where}: {self._prefix}{name} {problem}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; required where `default` is None."""
+        """A whole number of at most 64 bits; required where `default` is None."""
         value = self.get(name)
         if value is None:
             if default is None:
                 raise self.error(name, "is missing")
             return default
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self.error(name, f"must be a whole number, got {value!r}")
+            raise self.error(name, f"must be a whole number, got {quoted(value)}")
+        if not -MAX_INTEGER <= value <= MAX_INTEGER:
+            raise self.error(name, f"must be a number of at most 64 bits, got {quoted(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -59,10 +64,10 @@ class ConfigFields:
                 raise self.error(name, "is missing")
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, f"must be a number, got {value!r}")
+            raise self.error(name, f"must be a number, got {quoted(value)}")
         if 0 < value <= sys.float_info.max:
             return float(value)
-        raise self.error(name, f"must be a finite number above 0, got {value!r}")
+        raise self.error(name, f"must be a finite number above 0, got {quoted(value)}")
 
     def boolean(self, name: str, *, default: bool) -> bool:
         """True or false."""
@@ -70,7 +75,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(name, f"must be true or false, got {value!r}")
+            raise self.error(name, f"must be true or false, got {quoted(value)}")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -81,7 +86,7 @@ class ConfigFields:
                 raise self.error(name, "is missing")
             return default
         if not isinstance(value, str):
-            raise self.error(name, f"must be a string, got {value!r}")
+            raise self.error(name, f"must be a string, got {quoted(value)}")
         return value
 
 
@@ -91,4 +96,4 @@ def require_causal(fields: ConfigFields) -> None:
     """
     if fields.has("is_causal") and fields.get("is_causal") is not True:
         value = fields.get("is_causal")
-        raise fields.error("is_causal", f"is {value!r}; only causal models are served")
+        raise fields.error("is_causal", f"is {quoted(value)}; only causal models are served")

@@ -10,6 +10,7 @@ from legato.worker.models.config_fields import ConfigFields
 from legato.worker.models.gguf_rope import read_gguf_rope
 from legato.worker.models.gguf_sizes import GgufSizes, read_gguf_sizes
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -77,7 +78,7 @@ def gguf_model_config(
     architecture = ConfigFields(metadata, where, "general.").text("architecture")
     if architecture not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{where}: general.architecture is {architecture!r}; supported are "
+            f"{where}: general.architecture is {quoted(architecture)}; supported are "
             f"{', '.join(_ARCHITECTURES)}"
         )
     parts = ConfigFields(metadata, where, "split.")
@@ -89,7 +90,7 @@ def gguf_model_config(
     for name in _UNSUPPORTED:
         value = fields.get(name)
         if value not in (None, 0):
-            raise fields.error(name, f"is {value!r}, which is not supported")
+            raise fields.error(name, f"is {quoted(value)}, which is not supported")
     if not fields.boolean("attention.causal", default=True):
         raise fields.error("attention.causal", "is false; only causal models are supported")
     if rope_freqs is not None and architecture != "llama":
@@ -233,4 +234,4 @@ def _decoder_config(
 
 def _refuse(fields: ConfigFields, name: str) -> None:
     if fields.get(name) not in (None, 0):
-        raise fields.error(name, f"is {fields.get(name)!r}, which is not supported")
+        raise fields.error(name, f"is {quoted(fields.get(name))}, which is not supported")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from legato.worker.models.config import RopeConfig
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,13 +55,15 @@ def read_gguf_rope(
     old_factor = fields.number("rope.scale_linear", 1.0)
     kind = fields.text("rope.scaling.type", "none" if old_factor == 1.0 else "linear")
     if kind not in KINDS:
-        raise fields.error("rope.scaling.type", f"is {kind!r}; supported are {', '.join(KINDS)}")
+        raise fields.error(
+            "rope.scaling.type", f"is {quoted(kind)}; supported are {', '.join(KINDS)}"
+        )
     for name in _FIXED_FACTORS:
         if fields.number(name, 1.0) != 1.0:
             raise fields.error(name, "must be 1, other values are not supported")
     for name in _UNSUPPORTED:
         if fields.get(name) not in (None, 0):
-            raise fields.error(name, f"is {fields.get(name)!r}, which is not supported")
+            raise fields.error(name, f"is {quoted(fields.get(name))}, which is not supported")
     if kind != "none" and rope_freqs is not None:
         raise fields.error("rope.scaling.type", f"is {kind} beside a tensor rope_freqs.weight")
     factor = fields.number("rope.scaling.factor", old_factor)

@@ -18,6 +18,7 @@ from legato.worker.models.hf_llama_config import (
     qwen3_config,
 )
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import bare, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +107,9 @@ def declared_dtype(values: dict[str, object], where: str) -> torch.dtype | None:
             continue
         dtype = DTYPES.get(fields.text(name).removeprefix("torch."))
         if dtype is None:
-            raise fields.error(name, f"is {fields.text(name)!r}; supported are {', '.join(DTYPES)}")
+            raise fields.error(
+                name, f"is {quoted(fields.text(name))}; supported are {', '.join(DTYPES)}"
+            )
         return dtype
     return None
 
@@ -117,13 +120,13 @@ def _architecture(fields: ConfigFields) -> str:
     model_type = fields.get("model_type")
     if names is not None:
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise fields.error("architectures", f"must be a list of one name, got {names!r}")
+            raise fields.error("architectures", f"must be a list of one name, got {quoted(names)}")
         architecture = names[0]
         if architecture not in _FAMILIES:
-            raise fields.error("architectures", f"is {architecture}; {SUPPORTED}")
+            raise fields.error("architectures", f"is {bare(architecture)}; {SUPPORTED}")
         if model_type not in (None, _FAMILIES[architecture].model_type):
             raise fields.error(
-                "model_type", f"is {model_type!r}, which does not belong to {architecture}"
+                "model_type", f"is {quoted(model_type)}, which does not belong to {architecture}"
             )
         return architecture
     if model_type is None:
@@ -131,4 +134,4 @@ def _architecture(fields: ConfigFields) -> str:
     for architecture, family in _FAMILIES.items():
         if family.model_type == model_type:
             return architecture
-    raise fields.error("model_type", f"is {model_type!r}; {SUPPORTED}")
+    raise fields.error("model_type", f"is {quoted(model_type)}; {SUPPORTED}")

@@ -9,6 +9,7 @@ from legato.worker.models.config_fields import require_causal
 from legato.worker.models.hf_layer_types import KINDS, read_layer_types, read_num_layers, windows
 from legato.worker.models.hf_llama_config import activation, read_num_kv_heads
 from legato.worker.models.hf_rope import read_rope_object, rope_object
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from legato.worker.models.config import RopeConfig
@@ -26,18 +27,20 @@ def gemma3_multimodal_config(fields: ConfigFields) -> ModelConfig:
     """Gemma3ForConditionalGeneration, of which the language model alone is served."""
     settings = fields.get("text_config")
     if not isinstance(settings, dict):
-        raise fields.error("text_config", f"must be an object, got {settings!r}")
+        raise fields.error("text_config", f"must be an object, got {quoted(settings)}")
     text = fields.inside("text_config", settings)
     require_causal(text)
     if text.text("model_type", "gemma3_text") != "gemma3_text":
-        raise text.error("model_type", f"is {text.get('model_type')!r}; supported is gemma3_text")
+        raise text.error(
+            "model_type", f"is {quoted(text.get('model_type'))}; supported is gemma3_text"
+        )
     return _text_config(text, tied=fields.boolean("tie_word_embeddings", default=True))
 
 
 def _text_config(fields: ConfigFields, *, tied: bool) -> ModelConfig:
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if fields.get(name) is not None:
-            raise fields.error(name, f"is {fields.get(name)!r}; softcapping is not supported")
+            raise fields.error(name, f"is {quoted(fields.get(name))}; softcapping is not supported")
     if fields.boolean("use_bidirectional_attention", default=False):
         raise fields.error("use_bidirectional_attention", "is true; only causal models are served")
     num_heads = fields.integer("num_attention_heads", 8)
@@ -99,7 +102,9 @@ def _ropes(fields: ConfigFields, context_length: int) -> tuple[RopeConfig, RopeC
     both = rope_object(fields, name)
     unknown = both.keys() - set(KINDS)
     if unknown:
-        raise fields.error(name, f"has {min(unknown)!r}; Gemma 3 has {' and '.join(KINDS)} there")
+        raise fields.error(
+            name, f"has {quoted(min(unknown))}; Gemma 3 has {' and '.join(KINDS)} there"
+        )
     full, sliding = (rope_object(fields.inside(name, both), kind) for kind in KINDS)
     scaling = rope_object(fields, "rope_scaling")
     if scaling and "rope_type" not in scaling:

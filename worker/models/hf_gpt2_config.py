@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from legato.worker.models.config import ModelConfig
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from legato.worker.models.config_fields import ConfigFields
@@ -27,7 +28,8 @@ def gpt2_config(fields: ConfigFields) -> ModelConfig:
     activation = fields.text("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         raise fields.error(
-            "activation_function", f"is {activation!r}; supported are {', '.join(ACTIVATIONS)}"
+            "activation_function",
+            f"is {quoted(activation)}; supported are {', '.join(ACTIVATIONS)}",
         )
     hidden_size = _size(fields, "n_embd", "hidden_size")
     num_heads = _size(fields, "n_head", "num_attention_heads")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from legato.worker.models.config import MAX_LAYERS
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +29,12 @@ def read_layer_types(fields: ConfigFields, num_layers: int) -> list[str] | None:
     if kinds is None:
         return None
     if not isinstance(kinds, list):
-        raise fields.error("layer_types", f"must be a list, got {kinds!r}")
+        raise fields.error("layer_types", f"must be a list, got {quoted(kinds)}")
     for kind in kinds:
         if kind not in KINDS:
-            raise fields.error("layer_types", f"has {kind!r}; supported are {', '.join(KINDS)}")
+            raise fields.error(
+                "layer_types", f"has {quoted(kind)}; supported are {', '.join(KINDS)}"
+            )
     if len(kinds) != num_layers:
         raise fields.error(
             "layer_types", f"has {len(kinds)} entries for num_hidden_layers {num_layers}"

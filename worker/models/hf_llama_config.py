@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from legato.worker.models.config import ModelConfig
 from legato.worker.models.hf_layer_types import read_layer_types, read_num_layers, windows
 from legato.worker.models.hf_rope import read_hf_rope
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from legato.worker.models.config import Activation
@@ -82,7 +83,9 @@ def activation(fields: ConfigFields, name: str, default: str) -> Activation:
     """The gated MLP's activation, in our name for it."""
     found = fields.text(name, default)
     if found not in GATED_ACTIVATIONS:
-        raise fields.error(name, f"is {found!r}; supported are {', '.join(GATED_ACTIVATIONS)}")
+        raise fields.error(
+            name, f"is {quoted(found)}; supported are {', '.join(GATED_ACTIVATIONS)}"
+        )
     return GATED_ACTIVATIONS[found]
 
 

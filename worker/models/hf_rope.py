@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, cast, get_args
 
 from legato.worker.models.config import RopeConfig, RopeKind
+from legato.worker.weights.quoting import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,7 @@ def rope_object(fields: ConfigFields, name: str) -> dict[str, object]:
     """The object in a field; empty where there is none."""
     settings = fields.get(name) or {}
     if not isinstance(settings, dict):
-        raise fields.error(name, f"must be an object, got {settings!r}")
+        raise fields.error(name, f"must be an object, got {quoted(settings)}")
     return settings
 
 
@@ -119,5 +120,5 @@ def _kind(inner: ConfigFields, settings: Mapping[str, object]) -> RopeKind:
     name = "rope_type" if "rope_type" in settings or "type" not in settings else "type"
     kind = settings.get(name, "default")
     if kind not in SUPPORTED_KINDS:
-        raise inner.error(name, f"is {kind!r}; supported are {', '.join(SUPPORTED_KINDS)}")
+        raise inner.error(name, f"is {quoted(kind)}; supported are {', '.join(SUPPORTED_KINDS)}")
     return cast("RopeKind", kind)

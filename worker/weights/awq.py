@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.weight import QuantizedWeight
+from legato.worker.weights.quoting import quoted
 from legato.worker.weights.stored_matrix import (
     SCALE_DTYPES,
     Codes,
@@ -56,9 +57,11 @@ class Awq:
             raise fields.error(name, f"is {group_size}; must be -1 or a multiple of 8")
         version = fields.text("version", "gemm")
         if version.lower() != "gemm":
-            raise fields.error("version", f"is {version!r}; supported is gemm")
+            raise fields.error("version", f"is {quoted(version)}; supported is gemm")
         if fields.text("backend", "autoawq") != "autoawq":
-            raise fields.error("backend", f"is {fields.text('backend')!r}; supported is autoawq")
+            raise fields.error(
+                "backend", f"is {quoted(fields.text('backend'))}; supported is autoawq"
+            )
         if not fields.boolean("zero_point", default=True):
             raise fields.error("zero_point", "is false; supported is true")
         return cls(None if group_size == -1 else group_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from legato.worker.weights.quoting import one_line
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -13,7 +15,13 @@ if TYPE_CHECKING:
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be served; the message names file, tensor and what is wrong."""
+    """A checkpoint that cannot be served; the message names file, tensor and what is wrong.
+
+    Much of it comes from files: the message is kept to one line of bounded length.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class Checkpoint(Protocol):

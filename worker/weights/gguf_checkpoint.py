@@ -16,7 +16,8 @@ from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.gguf_blocks import KEPT_TYPES, read_blocks
 from legato.worker.weights.gguf_header import GgufHeader
 from legato.worker.weights.gguf_names import GGUF_NAMES, halves_from_pairs
-from legato.worker.weights.tensor_table import check_shapes, join_names, shape_error
+from legato.worker.weights.quoting import bare, join_names
+from legato.worker.weights.tensor_table import check_shapes, shape_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,7 @@ class GgufCheckpoint:
         for tensor in header.tensors:
             if tensor.dtype not in FLOAT_DTYPES and tensor.dtype not in QUANTISED_TYPES:
                 raise CheckpointError(
-                    f"{file}: tensor {tensor.name} has type {tensor.dtype}; supported are "
+                    f"{file}: tensor {bare(tensor.name)} has type {tensor.dtype}; supported are "
                     f"{', '.join((*FLOAT_DTYPES, *QUANTISED_TYPES))}"
                 )
         if "token_embd.weight" not in by_gguf_name:

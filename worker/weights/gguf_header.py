@@ -20,6 +20,7 @@ from gguf.constants import (
 )
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import bare, quoted
 from legato.worker.weights.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
@@ -98,16 +99,16 @@ class _Parser:
         for _ in range(num_keys):
             key = self.string()
             if key in metadata:
-                raise self.error(f"has the key {key} twice")
+                raise self.error(f"has the key {bare(key)} twice")
             metadata[key] = self.value(self.value_type())
         entries = [self.tensor_entry() for _ in range(num_tensors)]
 
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self.error(f"has general.alignment {alignment!r}, which is no power of 2")
+            raise self.error(f"has general.alignment {quoted(alignment)}, which is no power of 2")
         data_start = -(-self.at // alignment) * alignment
         tensors = [self.stored(data_start, *entry) for entry in entries]
-        self.check_layout(tensors)
+        self.check_layout(tensors, data_start, alignment)
         return GgufHeader(metadata, tensors)
 
     def error(self, problem: str) -> CheckpointError:
@@ -170,11 +171,12 @@ class _Parser:
         num_dimensions = self.scalar("<I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self.error(
-                f"tensor {name} has {num_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are allowed"
+                f"tensor {bare(name)} has {num_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are "
+                "allowed"
             )
         dimensions = [self.scalar("<Q") for _ in range(num_dimensions)]
         if 0 in dimensions:
-            raise self.error(f"tensor {name} is empty")
+            raise self.error(f"tensor {bare(name)} is empty")
         return name, tuple(reversed(dimensions)), self.scalar("<I"), self.scalar("<Q")
 
     def stored(
@@ -183,28 +185,40 @@ class _Parser:
         try:
             ggml_type = GGMLQuantizationType(type_number)
         except ValueError as error:
-            raise self.error(f"tensor {name} has unknown GGML type {type_number}") from error
+            raise self.error(f"tensor {bare(name)} has unknown GGML type {type_number}") from error
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
         if shape[-1] % block_elements:
             raise self.error(
-                f"tensor {name} has rows of {shape[-1]}, no multiple of {ggml_type.name}'s "
+                f"tensor {bare(name)} has rows of {shape[-1]}, no multiple of {ggml_type.name}'s "
                 f"{block_elements}"
             )
         start = data_start + offset
         stop = start + math.prod(shape) // block_elements * block_bytes
         if stop > self.size:
             raise self.error(
-                f"is truncated: tensor {name} ends at byte {stop}, the file has {self.size}"
+                f"is truncated: tensor {bare(name)} ends at byte {stop}, the file has {self.size}"
             )
         return StoredTensor(name, self.file, ggml_type.name, shape, start, stop)
 
-    def check_layout(self, tensors: list[StoredTensor]) -> None:
+    def check_layout(self, tensors: list[StoredTensor], data_start: int, alignment: int) -> None:
+        # Tensors follow each other, each padded to the alignment (the last one not always).
         names = set()
-        end = 0
+        end = data_start
         for tensor in sorted(tensors, key=lambda tensor: tensor.start):
             if tensor.name in names:
-                raise self.error(f"has tensor {tensor.name} twice")
+                raise self.error(f"has tensor {bare(tensor.name)} twice")
             if tensor.start < end:
-                raise self.error(f"tensor {tensor.name} overlaps the one before it")
+                raise self.error(f"tensor {bare(tensor.name)} overlaps the one before it")
+            stray = tensor.start - -(-end // alignment) * alignment
+            if stray > 0:
+                raise self.error(
+                    f"has {stray} bytes before tensor {bare(tensor.name)} that belong to none"
+                )
             names.add(tensor.name)
             end = tensor.stop
+        stop = -(-end // alignment) * alignment
+        if self.size > stop:
+            raise self.error(
+                f"has {self.size - stop} bytes behind its last tensor, which ends at byte {stop} "
+                f"with padding; the file has {self.size}"
+            )

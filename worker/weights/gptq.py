@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.kernels.weight import QuantizedWeight
+from legato.worker.weights.quoting import quoted
 from legato.worker.weights.stored_matrix import (
     SCALE_DTYPES,
     Codes,
@@ -56,13 +57,15 @@ class Gptq:
             name = "format"  # GPTQModel's spelling
         form = fields.text(name, "gptq")
         if form not in _ZERO_STEP:
-            raise fields.error(name, f"is {form!r}; supported are {', '.join(_ZERO_STEP)}")
+            raise fields.error(name, f"is {quoted(form)}; supported are {', '.join(_ZERO_STEP)}")
         if fields.boolean("is_marlin_format", default=False):
             raise fields.error("is_marlin_format", "is true; supported is the plain GPTQ layout")
         if fields.get("dynamic"):
             raise fields.error("dynamic", "gives layers settings of their own: not supported")
         if fields.text("pack_dtype", "int32").removeprefix("torch.") != "int32":
-            raise fields.error("pack_dtype", f"is {fields.text('pack_dtype')!r}; must be int32")
+            raise fields.error(
+                "pack_dtype", f"is {quoted(fields.text('pack_dtype'))}; must be int32"
+            )
         return cls(
             bits,
             None if group_size == -1 else group_size,

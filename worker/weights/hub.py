@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -115,4 +116,4 @@ def _sentence(name: str, error: Exception, unreachable: Exception | None) -> str
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {one_line(lines[0])}" if lines else type(error).__name__

@@ -12,6 +12,7 @@ from legato.worker.weights.awq import Awq
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.compressed_tensors import CompressedTensors
 from legato.worker.weights.gptq import Gptq
+from legato.worker.weights.quoting import bare, quoted
 from legato.worker.weights.stored_matrix import Parts, StoredMatrix
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Quantization:
                 return cls(CompressedTensors.from_config(fields), where, settings)
             case None:
                 raise fields.error("quant_method", f"is missing; {SUPPORTED}")
-        raise fields.error("quant_method", f"is {method!r}; {SUPPORTED}")
+        raise fields.error("quant_method", f"is {quoted(method)}; {SUPPORTED}")
 
     def matrices(
         self, tensors: dict[str, StoredTensor], get: Callable[[StoredTensor], Tensor]
@@ -103,7 +104,7 @@ class Quantization:
             name = f"{stem}.weight"
             if name in tensors:
                 raise CheckpointError(
-                    f"{tensors[name].file}: tensor {name} is here both quantised and plain"
+                    f"{tensors[name].file}: tensor {bare(name)} is here both quantised and plain"
                 )
             matrices[name] = StoredMatrix(name, layout.shape(taken), layout, taken)
         if not matrices:

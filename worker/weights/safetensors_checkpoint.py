@@ -14,6 +14,7 @@ from legato.worker.weights.convert import convert
 from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.hf_names import canonical_name
 from legato.worker.weights.quantization import Quantization
+from legato.worker.weights.quoting import bare, join_names
 from legato.worker.weights.safetensors_files import stored_tensors
 from legato.worker.weights.tensor_file import TensorFile
 from legato.worker.weights.tensor_table import (
@@ -21,7 +22,6 @@ from legato.worker.weights.tensor_table import (
     check_shapes,
     embedding_name,
     is_harmless,
-    join_names,
     model_tensors,
     shape_error,
 )
@@ -81,8 +81,8 @@ class SafetensorsCheckpoint:
             harmless = name != HEAD and is_harmless(name, self.config)
             if tensor.dtype not in DTYPES and not harmless:
                 raise CheckpointError(
-                    f"{tensor.file}: tensor {name} has dtype {tensor.dtype}; supported are "
-                    f"{', '.join(DTYPES)}"
+                    f"{tensor.file}: tensor {bare(name)} has dtype {bare(tensor.dtype)}; supported "
+                    f"are {', '.join(DTYPES)}"
                 )
         declared = declared_dtype(values, str(config_file))
         self._native_dtype = declared or DTYPES[self._tensors[self._embedding].dtype]
@@ -210,7 +210,8 @@ class SafetensorsCheckpoint:
                 continue
             if name in tensors:
                 raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name} is the same as {tensors[name].name}"
+                    f"{tensor.file}: tensor {bare(tensor.name)} is the same as "
+                    f"{bare(tensors[name].name)}"
                 )
             tensors[name] = tensor
         return tensors

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from legato.worker.models.hf_config import read_json_object
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import bare, quoted
 from legato.worker.weights.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
@@ -77,10 +78,12 @@ def read_header(file: Path) -> list[StoredTensor]:
 def _stored(file: Path, name: str, entry: dict[str, object], data: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
-        raise ValueError(f"tensor {name} is not described by dtype, shape and data_offsets")
+        raise ValueError(f"tensor {bare(name)} is not described by dtype, shape and data_offsets")
     start, stop = offsets
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) or start > stop:
-        raise ValueError(f"tensor {name} has shape {shape} and data_offsets {offsets}")
+        raise ValueError(
+            f"tensor {bare(name)} has shape {quoted(shape)} and data_offsets {quoted(offsets)}"
+        )
     return StoredTensor(name, file, dtype, tuple(shape), data + start, data + stop)
 
 
@@ -95,25 +98,28 @@ def _read_shards(folder: Path) -> list[StoredTensor]:
     for shard in sorted(set(weight_map.values())):
         if "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: names {shard!r}; a shard is a .safetensors file beside the index"
+                f"{index}: names {quoted(shard)}; a shard is a .safetensors file beside the index"
             )
         if len(shard.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
             raise CheckpointError(f"{index}: names a shard of more than {MAX_NAME_BYTES} bytes")
         if not (folder / shard).exists():
             raise CheckpointError(
-                f"{folder / shard}: is missing, though {INDEX_FILE} names it; download it again"
+                f"{folder / bare(shard)}: is missing, though {INDEX_FILE} names it; download it "
+                "again"
             )
         tensors += read_header(folder / shard)
 
     found = {(tensor.name, tensor.file.name) for tensor in tensors}
     for name, shard in weight_map.items():
         if (name, shard) not in found:
-            raise CheckpointError(f"{index}: tensor {name} is not in {shard}, where it should be")
+            raise CheckpointError(
+                f"{index}: tensor {bare(name)} is not in {bare(shard)}, where it should be"
+            )
     for tensor in tensors:
         if weight_map.get(tensor.name) != tensor.file.name:
             raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name} is here, but {INDEX_FILE} places it in "
-                f"{weight_map.get(tensor.name, 'no file')}"
+                f"{tensor.file}: tensor {bare(tensor.name)} is here, but {INDEX_FILE} places it in "
+                f"{bare(weight_map.get(tensor.name, 'no file'))}"
             )
     return tensors
 
@@ -130,7 +136,7 @@ def _nothing_to_load(folder: Path) -> CheckpointError:
         names = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
         if names:
             return CheckpointError(
-                f"{folder}: has no {SINGLE_FILE} and no {INDEX_FILE}, only {names[0]}"
+                f"{folder}: has no {SINGLE_FILE} and no {INDEX_FILE}, only {bare(names[0])}"
                 f"{' and others' if len(names) > 1 else ''}: {advice}"
             )
     return CheckpointError(f"{folder}: has no weights: no {SINGLE_FILE} and no {INDEX_FILE}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.demo_model import DEMO_MODEL, find_demo_model
+from legato.worker.weights.quoting import bare, quoted
 
 GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
@@ -31,9 +32,9 @@ def resolve_model(source: str) -> Path:
     repo, _, revision = source.partition("@")
     looks_like_path = source.startswith(("/", ".", "~")) or source.endswith(".gguf")
     if looks_like_path or repo.count("/") > 1 or not _HUB_ID.fullmatch(repo):
-        raise CheckpointError(f"model: no such folder or file: {source!r}")
+        raise CheckpointError(f"model: no such folder or file: {quoted(source)}")
     if "@" in source and not revision:
-        raise CheckpointError(f"model: {source!r} names no revision after the @")
+        raise CheckpointError(f"model: {quoted(source)} names no revision after the @")
     # Here, because a local model needs no hub client, and its import takes 0.15 s.
     from legato.worker.weights.hub import fetch
 
@@ -46,7 +47,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except (OSError, ValueError) as error:  # no right to look, a name too long, a null byte
-        raise CheckpointError(f"model: {str(path)!r} cannot be looked at: {error}") from error
+        raise CheckpointError(f"model: {quoted(str(path))} cannot be looked at: {error}") from error
 
 
 def _check(path: Path) -> None:
@@ -75,6 +76,6 @@ def _check_folder(folder: Path) -> None:
     if gguf_names:
         raise CheckpointError(
             f"{folder}: has no config.json; to serve a GGUF file give its own path, such as "
-            f"{folder / gguf_names[0]}"
+            f"{folder / bare(gguf_names[0])}"
         )
     raise CheckpointError(f"{folder}: has no config.json, so it is no Hugging Face model folder")

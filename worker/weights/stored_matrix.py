@@ -9,6 +9,7 @@ import torch
 
 from legato.kernels.weight import QuantizedWeight
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import bare, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -74,7 +75,7 @@ class Parts:
         """An error that names file and tensor."""
         stored = self.tensors.get(suffix)
         file = next(iter(self.tensors.values())).file if stored is None else stored.file
-        return CheckpointError(f"{file}: tensor {self.stem}.{suffix} {problem}")
+        return CheckpointError(f"{file}: tensor {bare(self.stem)}.{suffix} {problem}")
 
     def stored(self, suffix: str, dtypes: Collection[str], num_dimensions: int = 2) -> StoredTensor:
         """A part that must be there."""
@@ -82,16 +83,20 @@ class Parts:
         if tensor is None:
             raise self.error(suffix, "is missing from the checkpoint")
         if tensor.dtype not in dtypes:
-            raise self.error(suffix, f"has dtype {tensor.dtype}, must have {' or '.join(dtypes)}")
+            raise self.error(
+                suffix, f"has dtype {bare(tensor.dtype)}, must have {' or '.join(dtypes)}"
+            )
         if len(tensor.shape) != num_dimensions or 0 in tensor.shape:
-            raise self.error(suffix, f"has shape {list(tensor.shape)}")
+            raise self.error(suffix, f"has shape {quoted(list(tensor.shape))}")
         return tensor
 
     def require(self, suffix: str, dtypes: Collection[str], shape: tuple[int, ...]) -> StoredTensor:
         """A part that must be there with this shape."""
         tensor = self.stored(suffix, dtypes, len(shape))
         if tensor.shape != shape:
-            raise self.error(suffix, f"has shape {list(tensor.shape)}, must have {list(shape)}")
+            raise self.error(
+                suffix, f"has shape {quoted(list(tensor.shape))}, must have {list(shape)}"
+            )
         return tensor
 
     def read(self, suffix: str) -> Tensor:
@@ -157,6 +162,6 @@ def check_width(stem: str, file: str, width: int) -> None:
     """Refuses a matrix that `QuantizedWeight` cannot hold."""
     if width % 8:
         raise CheckpointError(
-            f"{file}: the weight of {stem} has {width} inputs; a quantised weight must have a "
-            "multiple of 8"
+            f"{file}: the weight of {bare(stem)} has {width} inputs; a quantised weight must have "
+            "a multiple of 8"
         )

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import bare
 from legato.worker.weights.safetensors_files import read_header
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TensorFile:
             with safe_open(file, framework="pt", device="cpu"):  # knows what a header must be
                 self._descriptor = os.open(file, os.O_RDONLY)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+            raise CheckpointError(f"{file}: cannot be read: {bare(str(error))}") from error
         self._tensors = {tensor.name: tensor for tensor in read_header(file)}
 
     def get_tensor(self, name: str) -> Tensor:
@@ -59,7 +60,9 @@ class TensorFile:
         """
         stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
-            raise CheckpointError(f"{self._file}: tensor {name} has dtype {stored.dtype}")
+            raise CheckpointError(
+                f"{self._file}: tensor {bare(name)} has dtype {bare(stored.dtype)}"
+            )
         tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
         if not tensor.numel():
             return tensor
@@ -70,10 +73,10 @@ class TensorFile:
             while left:
                 count = os.preadv(self._descriptor, [left], position)
                 if not count:
-                    raise CheckpointError(f"{self._file}: was cut short at tensor {name}")
+                    raise CheckpointError(f"{self._file}: was cut short at tensor {bare(name)}")
                 left, position = left[count:], position + count
         except OSError as error:
-            raise CheckpointError(f"{self._file}: tensor {name}: {error}") from error
+            raise CheckpointError(f"{self._file}: tensor {bare(name)}: {error}") from error
         return tensor
 
     def __del__(self) -> None:

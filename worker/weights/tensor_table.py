@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.quoting import join_names, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from legato.worker.models.config import ModelConfig
 
 HEAD = "lm_head.weight"
-MAX_NAMES_IN_MESSAGE = 5
-MAX_NAME_CHARS = 200  # in a message
 
 
 def model_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -129,17 +128,5 @@ def shape_error(
 ) -> CheckpointError:
     """The error for a tensor of another shape than the model needs."""
     return CheckpointError(
-        f"{file}: tensor {name} has shape {list(found)}, the model needs {list(wanted)}"
+        f"{file}: tensor {name} has shape {quoted(list(found))}, the model needs {list(wanted)}"
     )
-
-
-def join_names(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
-    ordered = sorted(names)
-    text = ", ".join(_shortened(name) for name in ordered[:MAX_NAMES_IN_MESSAGE])
-    more = len(ordered) - MAX_NAMES_IN_MESSAGE
-    return f"{text} and {more} more" if more > 0 else text
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}…"
