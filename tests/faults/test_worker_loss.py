@@ -96,10 +96,11 @@ async def test_streams_survive_the_loss_of_a_worker(
         await streams_survive(service, oracle, fault, role)
 
 
-async def test_the_last_decode_worker_lost_ends_requests_in_time(folder: Path) -> None:
-    async with LocalService(folder, options=RouterOptions(port=0)) as service:
+async def test_the_last_decode_worker_lost_ends_requests_in_time(tmp_path: Path) -> None:
+    longer = make_llama_folder(tmp_path / "longer", max_position_embeddings=4096)
+    async with LocalService(longer, options=RouterOptions(port=0)) as service:
         call = service.generation.Generate(
-            request("last of its kind", max_tokens=400, ignore_eos=True), timeout=6
+            request("last of its kind", max_tokens=4000, ignore_eos=True), timeout=6
         )
         await anext(aiter(call))
         victim = next(worker for worker in service.workers if worker.role == "decode")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from local_service import LocalService, collect, request
+from local_service import Answer, LocalService, collect, request
 from oracle import greedy, load_oracle
 from tiny_models import make_llama_folder
+
+from legato.cluster.config import RouterOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,42 +87,105 @@ async def test_forty_requests_through_small_pools_all_finish(folder: Path) -> No
         assert answer.done.timings.prefill_forwards >= 3
 
 
-async def test_a_big_request_does_not_hold_up_small_ones_nor_starve(folder: Path) -> None:
-    async with LocalService(folder, prefill_args=pool(512), decode_args=pool(256)) as service:
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its context lets one answer outlast many others by far."""
+    return make_llama_folder(
+        tmp_path_factory.mktemp("models") / "long", max_position_embeddings=8192
+    )
 
-        async def ask(prompt: list[int], max_tokens: int) -> float:
-            await collect(
-                service.generation.Generate(
-                    request(prompt, max_tokens=max_tokens, ignore_eos=True), timeout=60
-                )
+
+async def queued(service: LocalService, number: int) -> None:
+    """Waits until so many requests wait at the router."""
+    async with asyncio.timeout(10):
+        while service.router.admission.num_queued != number:  # noqa: ASYNC110  # it sets no event
+            await asyncio.sleep(0.005)
+
+
+async def test_a_big_request_does_not_hold_up_small_ones(long_folder: Path) -> None:
+    options = RouterOptions(port=0, max_passed_over_s=60)
+    async with LocalService(long_folder, decode_args=pool(4352), options=options) as service:
+
+        async def ask(prompt: list[int], max_tokens: int) -> Answer:
+            message = request(prompt, max_tokens=max_tokens, ignore_eos=True)
+            return await collect(service.generation.Generate(message, timeout=60))
+
+        blocker = service.generation.Generate(
+            request([1] * 20, max_tokens=4077, ignore_eos=True), timeout=60
+        )
+        await blocker.read()  # from now on 16 of 272 blocks are free
+        big = asyncio.create_task(ask([2] * 190, 400))
+        await queued(service, 1)
+        small = await asyncio.gather(*(ask([3 + i] * 8, 8) for i in range(20)))
+        assert [len(answer.token_ids) for answer in small] == [8] * 20
+        assert service.router.admission.num_queued == 1, "the small ones had to wait for the big"
+        assert not big.done()
+        blocker.cancel()
+        assert len((await big).token_ids) == 400
+        await service.wait_idle()
+
+
+async def test_small_requests_that_keep_coming_do_not_starve_a_big_one(folder: Path) -> None:
+    """One small one always runs, so that the big one can start only where they are held back."""
+    options = RouterOptions(port=0, max_passed_over_s=0.3)
+    async with LocalService(folder, decode_args=pool(512), options=options) as service:
+        smalls: list[asyncio.Task[None]] = []
+        big_is_over, limit = asyncio.Event(), 100
+
+        async def small(number: int) -> None:
+            message = request([number] * 8, max_tokens=200, ignore_eos=True)  # 13 of 32 blocks
+            answer = Answer()
+            async for response in service.generation.Generate(message, timeout=60):
+                answer.take(response)
+                early = number + 1 == len(smalls) < limit and len(answer.token_ids) >= 50
+                if early and not big_is_over.is_set():
+                    smalls.append(asyncio.create_task(small(number + 1)))
+            assert len(answer.token_ids) == 200
+
+        smalls.append(asyncio.create_task(small(0)))
+        async with asyncio.timeout(10):
+            while len(smalls) < 2:  # noqa: ASYNC110  # it sets no event
+                await asyncio.sleep(0.001)
+        answer = await collect(
+            service.generation.Generate(
+                request([251] * 190, max_tokens=290, ignore_eos=True),
+                timeout=60,  # 30 blocks
             )
-            return time.monotonic()
-
-        running = asyncio.create_task(ask([1] * 20, 100))
-        await asyncio.sleep(0.05)
-        big = asyncio.create_task(ask([2] * 190, 14))
-        await asyncio.sleep(0.02)
-        small = [asyncio.create_task(ask([3 + i] * 8, 8)) for i in range(20)]
-        ended = await asyncio.gather(running, big, *small)
-        assert len(ended) == 22
+        )
+        num_smalls = len(smalls)
+        big_is_over.set()
+        assert answer.done.timings.queue_s >= 0.3, "a gap let it in: this run proves nothing"
+        assert num_smalls < limit, "it had to wait until no more small ones came"
+        await asyncio.gather(*smalls)
         await service.wait_idle()
 
 
 async def test_a_slow_queue_honours_deadlines_without_prefill(folder: Path) -> None:
-    async with LocalService(folder, prefill_args=pool(512), decode_args=pool(480)) as service:
+    options = RouterOptions(port=0, worker_silence_s=60)
+    async with LocalService(
+        folder, prefill_args=pool(512), decode_args=pool(480), options=options
+    ) as service:
         blocker = service.generation.Generate(
             request([1] * 28, max_tokens=450, ignore_eos=True), timeout=60
         )
         await blocker.read()
-        before = sum(load.prefill_tokens for _, load in await service.loads())
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await collect(
+        decode = next(worker for worker in service.workers if worker.role == "decode")
+        decode.process.signal(signal.SIGSTOP)  # the queue stands still, however fast the engine
+        asked = asyncio.create_task(
+            collect(
                 service.generation.Generate(
-                    request([2] * 60, max_tokens=60, ignore_eos=True), timeout=0.04
+                    request([2] * 60, max_tokens=60, ignore_eos=True), timeout=0.3
                 )
             )
+        )
+        await queued(service, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await asked
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await queued(service, 0)
+        assert service.router.num_in_flight == 1, "the blocker was over: nobody had to wait"
         blocker.cancel()
+        decode.process.signal(signal.SIGCONT)
         await service.wait_idle()
-        after = sum(load.prefill_tokens for _, load in await service.loads())
-        assert after == before
+        prefill_tokens = sum(load.prefill_tokens for _, load in await service.loads())
+        assert prefill_tokens == 28, "what never ran was prefilled"

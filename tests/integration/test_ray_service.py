@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from served import END_TIMEOUT_S, Served, legato
 from tiny_models import make_llama_folder
 
@@ -28,13 +30,16 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 
+DRAINING = common_pb2.WORKER_PHASE_DRAINING
 TOKEN = "0123456789abcdef" * 4
 SMALL = ("--kv-memory", "16MiB", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_folder(tmp_path_factory.mktemp("ray") / "tiny")
+    # A long context: an answer can outlast the start of a command.
+    folder = tmp_path_factory.mktemp("ray") / "tiny"
+    return make_llama_folder(folder, max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +114,20 @@ def test_only_loopback_is_listened_on_by_our_own_servers(served: Served) -> None
 
 def test_pools_grow_and_shrink_and_running_streams_finish(served: Served) -> None:
     with Client(served.address) as client:
-        alone = [ask(client, f"prompt {i}", 200) for i in range(4)]
+        alone = [ask(client, f"prompt {i}", 2000) for i in range(4)]
         assert client.scale({"decode": 2}) == {"prefill": 1, "decode": 2}
         wait_for(client, 1, 2)
         with ThreadPoolExecutor(4) as threads:
-            streams = [threads.submit(ask, client, f"prompt {i}", 200) for i in range(4)]
+            streams = [threads.submit(ask, client, f"prompt {i}", 2000) for i in range(4)]
+            deadline_s = time.monotonic() + 30
+            while not all(w.load.running for w in client.status().pools[1].workers):
+                assert time.monotonic() < deadline_s, "the workers never ran at the same time"
+                time.sleep(0.01)
             client.scale({"decode": 1})
+            while not any(w.phase == DRAINING for w in client.status().pools[1].workers):
+                assert time.monotonic() < deadline_s, "no worker was seen to drain"
+                time.sleep(0.01)
+            assert not any(stream.done() for stream in streams), "no stream ran in the drain"
             assert [stream.result(120) for stream in streams] == alone
         wait_for(client, 1, 1)
         served.note_descendants()
@@ -153,13 +166,28 @@ def test_a_stopped_worker_is_ended_and_replaced(served: Served) -> None:
 
 def test_stop_ends_everything(served: Served) -> None:
     # The last one: it ends the service that the tests above share.
-    with Client(served.address) as client, ThreadPoolExecutor(1) as threads:
-        stream = threads.submit(ask, client, "still running", 100)
-        while not client.status().router.in_flight and not stream.done():
-            time.sleep(0.01)
-        ended = legato("stop", "--address", served.address, "--drain", "60")
+    with Client(served.address) as client, ThreadPoolExecutor(2) as threads:
+        stream = client.generate(
+            generation_pb2.GenerateRequest(
+                text="still running",
+                sampling=common_pb2.SamplingParams(max_tokens=8000, ignore_eos=True),
+            ),
+            timeout_s=120,
+        )
+        num_tokens = len(next(stream).delta.token_ids)
+        # Nobody reads on: gRPC's windows fill, and the answer cannot end before the drain begins.
+        stopping = threads.submit(legato, "stop", "--address", served.address, "--drain", "60")
+        with grpc.insecure_channel(served.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            asked, deadline_s = health_pb2.HealthCheckRequest(), time.monotonic() + 30
+            while health.Check(asked, timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
+                assert time.monotonic() < deadline_s, "the drain did not begin"
+                time.sleep(0.02)
+        assert client.status().router.in_flight == 1, "the answer was over before the drain"
+        num_tokens += sum(len(response.delta.token_ids) for response in stream)
+        ended = stopping.result(END_TIMEOUT_S)
         assert (ended.returncode, ended.stdout) == (0, "stopped\n")
-        assert len(stream.result(1)) == 100
+        assert num_tokens == 8000
     assert served.process.wait(END_TIMEOUT_S) == 0
     assert served.survivors(10) == []
     assert "Traceback" not in served.output

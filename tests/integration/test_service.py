@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 import pytest_asyncio
-from local_service import LocalService, collect, request
+from local_service import Answer, LocalService, collect, request
 from oracle import greedy, load_oracle
 from tiny_models import make_llama_folder
 
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-CONTEXT = 512
+CONTEXT = 2048  # long answers: what is cancelled is not over by itself before
 VOCAB = 320
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_folder(tmp_path_factory.mktemp("models") / "tiny")
+    return make_llama_folder(
+        tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=CONTEXT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +133,13 @@ BAD: list[tuple[str, Callable[[], generation_pb2.GenerateRequest], grpc.StatusCo
         INVALID,
         ["token_ids"],
     ),
-    ("beyond the context", lambda: request([5] * (CONTEXT + 1)), INVALID, ["513", "512"]),
-    ("the whole context", lambda: request([5] * CONTEXT), INVALID, ["512"]),
+    (
+        "beyond the context",
+        lambda: request([5] * (CONTEXT + 1)),
+        INVALID,
+        [str(CONTEXT + 1), str(CONTEXT)],
+    ),
+    ("the whole context", lambda: request([5] * CONTEXT), INVALID, [str(CONTEXT)]),
     ("id too large", lambda: request([1, VOCAB]), INVALID, ["token_ids", "320"]),
     ("id negative", lambda: request([1, -1]), INVALID, ["token_ids", "-1"]),
     (
@@ -202,13 +210,15 @@ async def test_one_token_fits_behind_a_prompt_of_context_minus_one(
 async def test_a_client_that_goes_away_frees_both_sides(
     service: LocalService, after_deltas: int
 ) -> None:
-    call = service.generation.Generate(request("bye", max_tokens=400, ignore_eos=True), timeout=60)
+    _, before = await counters(service)
+    call = service.generation.Generate(request("bye", max_tokens=2000, ignore_eos=True), timeout=60)
     seen = 0
     while seen < after_deltas:
         await call.read()
         seen += 1
     call.cancel()
-    await service.wait_idle()
+    _, after = await counters(service)
+    assert after.decode_tokens - before.decode_tokens < 1999, "it ran to its end"
     status = await service.status()
     assert status.router.in_flight == 0
 
@@ -216,16 +226,47 @@ async def test_a_client_that_goes_away_frees_both_sides(
 async def test_300_requests_cancelled_at_random_moments_leave_nothing(
     service: LocalService,
 ) -> None:
+    _, before = await counters(service)
+    hits: Counter[str] = Counter()
+    asked = received = 0  # tokens of decode steps, of those that were not cancelled before
+
     async def one(i: int) -> None:
+        nonlocal asked, received
+        max_tokens = 3 if i % 6 == 0 else 1000
         call = service.generation.Generate(
-            request("c" * (1 + i % 90), max_tokens=60, ignore_eos=True), timeout=60
+            request("c" * (1 + i % 90), max_tokens=max_tokens, ignore_eos=True), timeout=60
         )
+        answer, begun = Answer(), asyncio.Event()
+
+        async def read() -> None:
+            async for response in call:
+                answer.take(response)
+                begun.set()
+
+        reading = asyncio.create_task(read())
+        if i % 3 == 1:  # its moment counts from the first token, not from the start
+            await asyncio.wait_for(begun.wait(), 60)
+        elif i % 12 == 0:
+            await asyncio.wait({reading})
         await asyncio.sleep((i * 37 % 100) / 400)
+        if answer.finish is not None:
+            phase = "over"
+        else:
+            phase = "decoding" if answer.token_ids else "before the first token"
+        hits[phase] += 1
+        if answer.token_ids:
+            asked += max_tokens - 1
+            received += len(answer.token_ids) - 1
         call.cancel()
+        await asyncio.wait({reading})
+        assert phase == "over" or reading.cancelled()
 
     for start in range(0, 300, 50):
         await asyncio.gather(*(one(i) for i in range(start, start + 50)))
-    await service.wait_idle()
+    _, after = await counters(service)
+    made = after.decode_tokens - before.decode_tokens
+    assert len(hits) == 3, f"some moments were never hit: {hits}"
+    assert made < (received + asked) / 2, f"{made=}: {received} came of {asked}, then cancels"
     # 90 % of the pool is free for one request again: the context bounds it here.
     answer = await ask(service, request([5] * 400, max_tokens=100, ignore_eos=True))
     assert len(answer) == 100
@@ -250,7 +291,7 @@ async def test_seeds(service: LocalService) -> None:
 
 async def test_same_id_twice(service: LocalService) -> None:
     first = service.generation.Generate(
-        request("one", request_id="same", max_tokens=200, ignore_eos=True), timeout=30
+        request("one", request_id="same", max_tokens=2000, ignore_eos=True), timeout=30
     )
     await first.read()
     with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -83,17 +83,24 @@ async def test_two_processes_answer_like_transformers(model_folder: Path) -> Non
 
 
 async def test_sigterm_lets_a_running_answer_finish(model_folder: Path) -> None:
+    prompt = [1, 2, 3]
     with (
         worker_process(model_folder, "prefill", *POOL) as p,
         worker_process(model_folder, "decode", *POOL) as d,
     ):
         pair = Pair(client(p), client(d))
-        attempt = Attempt(pair, [1, 2, 3], sampling(300))
+        attempt = Attempt(pair, prompt, sampling(300))
         run = asyncio.create_task(attempt.run())
-        while len(attempt.tokens) < 10:  # noqa: ASYNC110  # nothing there could set an event
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(60):
+            while len(attempt.tokens) < len(prompt) + 10:  # noqa: ASYNC110  # it sets no event
+                await asyncio.sleep(0.001)
+        d.signal(signal.SIGSTOP)  # so that what has come is all that it made before SIGTERM
+        await asyncio.sleep(0.2)
+        num_tokens = len(attempt.tokens) - len(prompt)
         d.signal(signal.SIGTERM)
-        assert await run == greedy([1, 2, 3], 300)
+        d.signal(signal.SIGCONT)
+        assert num_tokens < 300, "the answer was over before the signal"
+        assert await run == greedy(prompt, 300)
         assert await asyncio.to_thread(d.wait) == 0
         for one in (pair.p, pair.d):
             await one.channel.close()

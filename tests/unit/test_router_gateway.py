@@ -295,9 +295,10 @@ async def test_slow_parsing_holds_up_nobody_else() -> None:
 
 async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> None:
     prefills, decodes = pair(step_s=0.005)
-    async with Service(prefills, decodes) as service:
+    async with Service(prefills, decodes, worker_silence_s=60) as service:
         reading = asyncio.create_task(collect(service, ask("hello", 40)))
         await until(lambda: decodes[0].num_tokens_sent > 2)
+        decodes[0].hang()  # so that the answer is surely not over before the drain begins
         draining = asyncio.create_task(service.router.drain(10))
         await asyncio.sleep(0.01)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -305,6 +306,9 @@ async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> Non
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in (raised.value.details() or "")
         await wait_health(service, "", NOT_SERVING)
+        assert not reading.done()
+        assert not draining.done()
+        decodes[0].resume()
         assert (await reading).token_ids == expected("hello", 40)
         await asyncio.wait_for(draining, 5)
 

@@ -286,6 +286,7 @@ async def test_a_draining_worker_finishes_its_streams_and_gets_no_new_ones() -> 
         await service.router.set_workers(
             [service.prefills[0].endpoint(), *(w.endpoint(draining=w is busy) for w in decodes)]
         )
+        assert not reading.done(), "nothing ran any more when the drain began"
         for number in range(6):
             await collect(service, ask(f"n{number}", 3))
         assert len(busy.reserves) == 1

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, cast
 
 import grpc
 import pytest
 from fake_engine import VOCAB_SIZE, fake_config
-from worker_pair import Attempt, Pair, running_pair, running_worker, sampling
+from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
 
 from legato.worker.handoff import sender
 from legato.worker.lifecycle import Phase
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from legato.worker.forward import ForwardBatch
+    from legato.worker.kv.cache import KvCache
+
+PHASES = ("queued", "prefilling", "handing off", "decoding", "over")
 BIG = fake_config(num_kv_heads=4, head_dim=256)  # 8 KiB a row and layer: many chunks soon
 
 
@@ -146,15 +156,46 @@ async def test_a_vanished_client_frees_like_a_cancel() -> None:
         await pair.until_idle()
 
 
+def phase_of(attempt: Attempt, run: asyncio.Task[list[int]]) -> str:
+    """Where an attempt is, as its driver sees it."""
+    if run.done():
+        return "over"
+    if attempt.first is not None:
+        decoding = len(attempt.tokens) > len(attempt.prompt) + 1
+        return "decoding" if decoding else "handing off"
+    return "queued" if attempt.prefill_call is None else "prefilling"
+
+
+def slow_down(worker: Worker, step_s: float) -> None:
+    """Each step takes at least so long: phases then last long enough to be hit."""
+    forward = worker.model.forward
+
+    def slow(batch: ForwardBatch, cache: KvCache) -> Tensor:
+        time.sleep(step_s)
+        return cast("Tensor", forward(batch, cache))
+
+    worker.model.forward = slow
+
+
 async def test_cancels_at_random_moments_leak_nothing() -> None:
     dice = random.Random(7)
-    async with running_pair(d={"num_blocks": 40}) as pair:
+    hits: Counter[str] = Counter()
+    asked = received = 0  # tokens of decode steps
+    async with running_pair(p={"num_blocks": 128}, d={"num_blocks": 128}) as pair:
+        slow_down(pair.p, 0.003)
+        slow_down(pair.d, 0.003)
 
         async def one(number: int) -> None:
+            nonlocal asked, received
             prompt = prompt_of(dice.randrange(1, 60), number)
-            attempt = Attempt(pair, prompt, sampling(dice.randrange(1, 40)))
+            max_tokens = dice.choice((2, 80))
+            attempt = Attempt(pair, prompt, sampling(max_tokens, ignore_eos=True))
             run = asyncio.create_task(attempt.run())
             await asyncio.sleep(dice.random() * 0.3)
+            hits[phase_of(attempt, run)] += 1
+            if attempt.first is not None:
+                asked += max_tokens - 1
+                received += len(attempt.tokens) - len(prompt) - 1
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
             attempt.close()
@@ -162,6 +203,9 @@ async def test_cancels_at_random_moments_leak_nothing() -> None:
         for batch in range(4):
             await asyncio.gather(*(one(batch * 25 + i) for i in range(25)))
         await pair.until_idle()
+        assert hits.keys() == set(PHASES), f"some moments were never hit: {hits}"
+        made = pair.d.load().decode_tokens
+        assert made < (received + asked) / 2, f"{made=}: {received} came of {asked}, then cancels"
         await canary(pair)
 
 
