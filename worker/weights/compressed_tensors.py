@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.worker.models.config_fields import ConfigFields
-from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.ct_layout import CtLayout
 from legato.worker.weights.name_pattern import MAX_PATTERNS, NamePattern
 from legato.worker.weights.quoting import bare, quoted
