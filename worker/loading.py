@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.linear import set_deterministic
+from legato.worker.spare_memory import keep_little
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.source import resolve_model
 
@@ -46,6 +47,7 @@ def load_model(
         ValueError: the device is not there, the context length is beyond the model's, or the
             checkpoint cannot be served (`CheckpointError`); the message says what and where.
     """
+    keep_little()
     set_deterministic(enabled=config.deterministic)
     device = choose_device(config.device)
     source = resolve_model(config.model)
