@@ -11,6 +11,7 @@ import torch
 
 from legato.kernels.linear import set_deterministic
 from legato.worker.kv.cache import KvShape
+from legato.worker.spare_memory import keep_little
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.source import resolve_model
 
@@ -48,6 +49,7 @@ def load_model(
             memory holds no block, or the checkpoint cannot be served (`CheckpointError`); the
             message says what and where.
     """
+    keep_little()
     set_deterministic(enabled=config.deterministic)
     device = choose_device(config.device)
     source = resolve_model(config.model)

@@ -41,7 +41,7 @@ class ModelRunner:
         self._cache = cache
         self._device = device
         self._arena = Arena()
-        self._captured: OrderedDict[tuple[int, int], tuple[Captured, int]] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
         self._inputs: DecodeInputs | None = None
         self._graph_pool: Any = None  # torch keeps the handle's type to itself
         if model.recordable:
@@ -69,7 +69,7 @@ class ModelRunner:
         if inputs is not None and len(step.parts) <= inputs.capacity and _one_token_each(step):
             return self._decode(inputs, step, unread)
         if self._model.recordable and self._device.type == "cpu":
-            self._arena.reset()
+            self._reset_arena()
             batch = self._batch(step, unread, self._arena.empty)
             captured = CpuProgram(lambda: self._model.forward(batch, self._cache))
             captured.replay()
@@ -97,23 +97,29 @@ class ModelRunner:
             max_blocks = _power_of_two(blocks_for(longest, self._cache.shape.block_size), 64)
         inputs.fill(step.parts, num_rows, unread)
         key = (num_rows, max_blocks)
-        captured, generation = self._captured.get(key, (None, 0))
-        if captured is None or generation != self._arena.generation:
+        captured = self._captured.get(key)
+        if captured is None:
             captured = self._capture(inputs, num_rows, max_blocks)
         self._captured.move_to_end(key)
         captured.replay()
         return Logits(captured.logits[:count], captured.best[:count])
 
+    def _reset_arena(self) -> None:
+        generation = self._arena.generation
+        self._arena.reset()
+        if self._arena.generation != generation:
+            self._captured.clear()  # they are stale, and hold the old memory
+
     def _capture(self, inputs: DecodeInputs, num_rows: int, max_blocks: int) -> Captured:
         captured: Captured
         if self._graph_pool is None:
-            self._arena.reset()
+            self._reset_arena()
             batch = inputs.batch(num_rows, max_blocks, self._arena.empty)
             captured = CpuProgram(lambda: self._model.forward(batch, self._cache))
         else:
             batch = inputs.batch(num_rows, max_blocks, new_tensor)
             captured = CudaGraph(lambda: self._model.forward(batch, self._cache), self._graph_pool)
-        self._captured[num_rows, max_blocks] = (captured, self._arena.generation)
+        self._captured[num_rows, max_blocks] = captured
         if len(self._captured) > _MAX_CAPTURED:
             self._captured.popitem(last=False)
         return captured

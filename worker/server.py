@@ -20,6 +20,7 @@ from legato.worker.lifecycle import Lifecycle, Phase
 from legato.worker.loading import choose_device, load_model
 from legato.worker.node import WorkerNode, check_kv_memory
 from legato.worker.sampler import launch_sample
+from legato.worker.spare_memory import give_back_code, give_back_freed
 from legato.worker.watchdog import watch
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class WorkerServer:
         await server.start()
         self._lifecycle.move_to(Phase.READY)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        give_back_freed()
+        give_back_code()
         compiles = loaded.device.type == "cuda"
         self._spawn(watch(node.engine, self._step_timeout_s, compiles=compiles))
         return f"{_reachable(host)}:{port}"

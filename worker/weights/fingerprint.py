@@ -20,7 +20,7 @@ MAX_BYTES_READ_WHOLE = 1 << 30
 # Above it, this many pages of every tensor: 50 MB of a 70B model.
 PAGES_PER_TENSOR = 16
 PAGE_BYTES = 4096
-PIECE_BYTES = 16 << 20  # of a mapping in memory at a time
+PIECE_BYTES = 4 << 20  # of a mapping in memory at a time
 
 
 def fingerprint(

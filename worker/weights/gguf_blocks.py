@@ -6,14 +6,33 @@ bytes: w = d * q + m. In the bytes the low halves are weights 0 to 15, the high 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from legato.kernels.weight import QuantizedWeight
 from legato.worker.weights.stored_matrix import pack_nibbles
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 BLOCK = 32
 KEPT_TYPES = ("Q4_0", "Q4_1", "Q8_0")
+
+
+def concatenated(pieces: Iterable[QuantizedWeight]) -> QuantizedWeight:
+    """Pieces of one matrix, at least one, one below the other."""
+    parts = list(pieces)
+    first = parts[0]
+    return QuantizedWeight(
+        first.bits,
+        first.in_features,
+        first.group_size,
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat([part.offsets for part in parts]),
+    )
 
 
 def read_blocks(raw: Tensor, kind: str) -> QuantizedWeight:

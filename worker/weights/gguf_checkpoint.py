@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from legato.worker.models.gguf_config import gguf_model_config
+from legato.worker.weights.byte_file import ByteFile
 from legato.worker.weights.checkpoint import CheckpointError
-from legato.worker.weights.convert import convert
+from legato.worker.weights.convert import convert, convert_rows, row_pieces
 from legato.worker.weights.fingerprint import fingerprint
-from legato.worker.weights.gguf_blocks import KEPT_TYPES, read_blocks
+from legato.worker.weights.gguf_blocks import KEPT_TYPES, concatenated, read_blocks
 from legato.worker.weights.gguf_header import GgufHeader
 from legato.worker.weights.gguf_names import GGUF_NAMES, halves_from_pairs
 from legato.worker.weights.quoting import bare, join_names
@@ -52,7 +52,7 @@ class GgufCheckpoint:
                 )
         if "token_embd.weight" not in by_gguf_name:
             raise CheckpointError(f"{file}: tensor token_embd.weight is missing")
-        self._data = np.memmap(file, dtype=np.uint8, mode="r")
+        self._bytes = ByteFile(file)
         rope_freqs = by_gguf_name.get(ROPE_FREQS)
         self.config = self._file_config = gguf_model_config(
             header.metadata,
@@ -116,7 +116,10 @@ class GgufCheckpoint:
         if stored.dtype not in KEPT_TYPES or self._names.is_transposed(name):
             return None
         try:
-            weight = read_blocks(self._raw_rows(stored), stored.dtype)
+            weight = concatenated(
+                read_blocks(self._raw_rows(stored, start, stop), stored.dtype)
+                for start, stop in row_pieces(stored.shape)
+            )
         except ValueError as error:
             raise CheckpointError(f"{self._file}: tensor {name} ({stored.name}) {error}") from error
         self._read.add(name)
@@ -129,9 +132,20 @@ class GgufCheckpoint:
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Reads and dequantises one tensor on the CPU, as `Checkpoint.tensor` says."""
         stored = self._found(name, shape)
-        values = self._names.restored(name, self._dequantized(stored), self.config)
+        where = {"file": str(self._file), "name": f"{name} ({stored.name})"}
+        if len(stored.shape) == 1:  # a norm's: what was added to it is taken off in fp32
+            whole = self._names.restored(name, self._dequantized(stored), self.config)
+            values = convert(whole, dtype, **where)
+        else:
+            whole = convert_rows(
+                lambda start, stop: self._dequantized(stored, start, stop),
+                stored.shape,
+                dtype,
+                **where,
+            )
+            values = self._names.restored(name, whole, self.config).contiguous()
         self._read.add(name)
-        return convert(values, dtype, file=str(self._file), name=f"{name} ({stored.name})")
+        return values
 
     def finish(self) -> None:
         """Raises CheckpointError naming tensors that were never read."""
@@ -156,17 +170,22 @@ class GgufCheckpoint:
             )
         return values.tolist()
 
-    def _dequantized(self, stored: StoredTensor) -> Tensor:
-        """The tensor's values in float32, or in its own dtype where that is a float."""
-        rows = self._raw_rows(stored)
+    def _dequantized(self, stored: StoredTensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """The tensor's values in float32, or in its own dtype where that is a float; of a matrix
+        the rows `start : stop`.
+        """
+        rows = self._raw_rows(stored, start, stop)
+        shape = (-1, *stored.shape[1:])
         float_dtype = FLOAT_DTYPES.get(stored.dtype)
         if float_dtype is not None:
-            return rows.view(float_dtype).reshape(stored.shape)
+            return rows.view(float_dtype).reshape(shape)
         ggml_type = GGMLQuantizationType[stored.dtype]
-        return torch.from_numpy(dequantize(rows.numpy(), ggml_type)).reshape(stored.shape)
+        return torch.from_numpy(dequantize(rows.numpy(), ggml_type)).reshape(shape)
 
-    def _raw_rows(self, stored: StoredTensor) -> Tensor:
-        """Its bytes, [rows, bytes of a row] uint8."""
-        raw = np.array(self._data[stored.start : stored.stop])  # a copy: torch wants it writable
+    def _raw_rows(self, stored: StoredTensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Its bytes, [rows, bytes of a row] uint8, all or those of some."""
         block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored.dtype]]
-        return torch.from_numpy(raw).view(-1, stored.shape[-1] // block_elements * block_bytes)
+        row_bytes = stored.shape[-1] // block_elements * block_bytes
+        first = stored.start + start * row_bytes
+        last = stored.stop if stop is None else stored.start + stop * row_bytes
+        return self._bytes.read(first, last, stored.name).view(-1, row_bytes)

@@ -10,7 +10,7 @@ import torch
 
 from legato.worker.models.hf_config import declared_dtype, model_config, read_json_object
 from legato.worker.weights.checkpoint import CheckpointError
-from legato.worker.weights.convert import convert
+from legato.worker.weights.convert import convert, convert_rows
 from legato.worker.weights.fingerprint import fingerprint
 from legato.worker.weights.hf_names import canonical_name
 from legato.worker.weights.quantization import Quantization
@@ -145,9 +145,20 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing from the checkpoint")
         if stored.shape != shape:
             raise shape_error(str(stored.file), name, stored.shape, shape)
-        values = self._stored_values(stored)
+        file = str(stored.file)
+        if DTYPES[stored.dtype] == dtype or len(shape) < 2:
+            values = convert(self._stored_values(stored), dtype, file=file, name=name)
+        else:
+            handle = self._handles[stored.file]
+            values = convert_rows(
+                lambda start, stop: handle.get_rows(stored.name, start, stop),
+                shape,
+                dtype,
+                file=file,
+                name=name,
+            )
         self._read.add(name)
-        return convert(values, dtype, file=str(stored.file), name=name)
+        return values
 
     def finish(self) -> None:
         """Closes the files; raises CheckpointError naming tensors that were never read."""

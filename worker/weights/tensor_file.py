@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from legato.worker.weights.byte_file import ByteFile
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.quoting import bare
 from legato.worker.weights.safetensors_files import read_header
@@ -34,9 +35,7 @@ _DTYPES = {
 
 
 class TensorFile:
-    """Reads with `pread`, not through a mapping: a mapping's pages stay in the process's memory
-    beside the tensors made from them, and a file cut short while it is read kills the process.
-    """
+    """Reads through a `ByteFile`."""
 
     def __init__(self, file: Path) -> None:
         """Opens the file and checks its header.
@@ -47,7 +46,7 @@ class TensorFile:
         self._file = file
         try:
             with safe_open(file, framework="pt", device="cpu"):  # knows what a header must be
-                self._descriptor = os.open(file, os.O_RDONLY)
+                self._bytes = ByteFile(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: cannot be read: {bare(str(error))}") from error
         self._tensors = {tensor.name: tensor for tensor in read_header(file)}
@@ -58,29 +57,24 @@ class TensorFile:
         Raises:
             CheckpointError: it cannot be read, or the file has become shorter.
         """
+        shape = self._tensors[name].shape
+        return self.get_rows(name, 0, shape[0]) if shape else self._read(name, (), 0)
+
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The rows `start : stop` of a tensor that has a dimension; errors as of `get_tensor`."""
+        stored = self._tensors[name]
+        return self._read(name, (stop - start, *stored.shape[1:]), start)
+
+    def _read(self, name: str, shape: tuple[int, ...], first_row: int) -> Tensor:
         stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self._file}: tensor {bare(name)} has dtype {bare(stored.dtype)}"
             )
-        tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
-        if not tensor.numel():
-            return tensor
-        left: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-        assert len(left) == stored.num_bytes, "a header that safetensors had to refuse"
-        position = stored.start
-        try:
-            while left:
-                count = os.preadv(self._descriptor, [left], position)
-                if not count:
-                    raise CheckpointError(f"{self._file}: was cut short at tensor {bare(name)}")
-                left, position = left[count:], position + count
-        except OSError as error:
-            raise CheckpointError(f"{self._file}: tensor {bare(name)}: {error}") from error
+        tensor = torch.empty(shape, dtype=_DTYPES[stored.dtype])
+        item_bytes = tensor.itemsize
+        assert stored.num_bytes == prod(stored.shape) * item_bytes, "safetensors had to refuse it"
+        self._bytes.read_into(
+            tensor, stored.start + first_row * prod(stored.shape[1:]) * item_bytes, name
+        )
         return tensor
-
-    def __del__(self) -> None:
-        """Closes the file."""
-        descriptor = getattr(self, "_descriptor", None)
-        if descriptor is not None:
-            os.close(descriptor)

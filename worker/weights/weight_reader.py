@@ -8,7 +8,7 @@ import torch
 
 from legato.kernels import native
 from legato.kernels.linear import pack_weight
-from legato.worker.weights.freed_memory import give_back_freed
+from legato.worker.spare_memory import give_back_freed
 from legato.worker.weights.matrix_form import MatrixForm, to_device
 from legato.worker.weights.tensor_table import model_tensors
 
