@@ -29,6 +29,7 @@ class ForwardPass:
     hidden: Tensor  # [T, hidden_size], what a block reads, and then what it adds to the residual
     qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     attended: Tensor  # [T, num_heads, head_dim]
+    # The MLP's results lie where those of attention were: these are used up by then.
     inner: Tensor  # [T, intermediate_size, twice that where it is gated]
     activated: Tensor  # [T, intermediate_size]; of an MLP without gate: inner itself
     last: Tensor  # [R, hidden_size], rows whose logits are wanted
@@ -51,17 +52,28 @@ class ForwardPass:
         def buffer(*shape: int) -> Tensor:
             return batch.empty(*shape, dtype=dtype, device=device)
 
-        num_heads = config.num_heads + 2 * config.num_kv_heads
-        inner = buffer(num_tokens, config.intermediate_size * (2 if gated else 1))
+        sizes = (
+            num_tokens * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+            num_tokens * config.num_heads * config.head_dim,
+            num_tokens * config.intermediate_size * (2 if gated else 1),
+            num_tokens * config.intermediate_size if gated else 0,
+        )
+        qkv_end, inner_end = _padded(sizes[0]), _padded(sizes[2])
+        shared = buffer(max(qkv_end + sizes[1], inner_end + sizes[3]))
+        inner = shared[: sizes[2]].view(num_tokens, -1)
         return cls(
             batch=batch,
             cache=cache,
             residual=buffer(num_tokens, config.hidden_size),
             hidden=buffer(num_tokens, config.hidden_size),
-            qkv=buffer(num_tokens, num_heads * config.head_dim),
-            attended=buffer(num_tokens, config.num_heads, config.head_dim),
+            qkv=shared[: sizes[0]].view(num_tokens, -1),
+            attended=shared[qkv_end : qkv_end + sizes[1]].view(
+                num_tokens, config.num_heads, config.head_dim
+            ),
             inner=inner,
-            activated=buffer(num_tokens, config.intermediate_size) if gated else inner,
+            activated=shared[inner_end : inner_end + sizes[3]].view(num_tokens, -1)
+            if gated
+            else inner,
             last=buffer(num_rows, config.hidden_size),
             logits=batch.empty(num_rows, config.vocab_size, dtype=torch.float32, device=device),
         )
@@ -76,3 +88,8 @@ class ForwardPass:
         take_rows(self.residual, self.batch.logit_rows, self.last)
         if add_hidden:
             take_rows(self.hidden, self.batch.logit_rows, self.last, add=True)
+
+
+def _padded(num_elements: int) -> int:
+    """So many that what follows begins at 64 bytes or a multiple."""
+    return -(-num_elements // 32) * 32
