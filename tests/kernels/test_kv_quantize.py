@@ -118,7 +118,7 @@ def test_scatter_refuses_what_c_would_not_check() -> None:
         kv_scatter(torch.ones(2, 2, 4), torch.ones(3, 2, 4), pages, slots)
     with pytest.raises(ValueError, match="row of k must be contiguous"):
         kv_scatter(torch.ones(2, 4, 2).transpose(1, 2), torch.ones(2, 2, 4), pages, slots)
-    with pytest.raises(ValueError, match="slots must be torch.int64"):
+    with pytest.raises(ValueError, match=r"slots must be torch\.int64"):
         kv_scatter(torch.ones(2, 2, 4), torch.ones(2, 2, 4), pages, slots.int())
     assert not pages.k.any()
 

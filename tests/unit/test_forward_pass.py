@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from legato.kernels import native
 from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.model_runner import ModelRunner
-from legato.worker.models import attention
+from legato.worker.models import attention, forward_pass
 from legato.worker.models.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
@@ -117,3 +117,15 @@ def test_a_context_far_beyond_the_pool_takes_no_memory() -> None:
     config = model.config
     shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, torch.float32)
     ModelRunner(model, KvCache(shape, 4, torch.device("cpu")), torch.device("cpu"), 256)
+
+
+@pytest.mark.skipif(not native.available(), reason="bits are those of the C kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("piece", [1, 5, 13])
+def test_a_long_prompt_goes_through_the_mlp_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, family: str, piece: int
+) -> None:
+    model, tokens = build(make_model(family)), random_tokens(13)
+    whole = PagedRunner(model).step({0: tokens}, all_logits=True)
+    monkeypatch.setattr(forward_pass, "CPU_PIECE_TOKENS", piece)
+    assert torch.equal(PagedRunner(model).step({0: tokens}, all_logits=True), whole)

@@ -34,7 +34,8 @@ class GatedMlp:
 
     def __call__(self, run: ForwardPass) -> None:
         """Replaces `run.hidden`."""
-        self.gate_up(run.hidden, run.inner)
         activate = silu_mul if self.activation == "silu" else gelu_mul
-        activate(run.inner, out=run.activated)
-        self.down(run.activated, run.hidden)
+        for hidden, inner, activated in run.pieces():
+            self.gate_up(hidden, inner)
+            activate(inner, out=activated)
+            self.down(activated, hidden)

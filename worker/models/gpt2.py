@@ -80,9 +80,10 @@ class Gpt2Layer:
         self.attention(run, None)
         norm = self.post_attention_norm
         add_layer_norm(hidden, run.residual, norm.weight, norm.bias, norm.eps, out=hidden)
-        self.up(hidden, run.inner)
-        gelu(run.inner, out=run.activated)
-        self.down(run.activated, hidden)
+        for piece, inner, activated in run.pieces():
+            self.up(piece, inner)
+            gelu(inner, out=activated)
+            self.down(activated, piece)
 
 
 class Gpt2Model:
