@@ -58,7 +58,7 @@ void lg_gather_queries(lg_attention *a, const float *q, int64_t token_stride, vo
         const float *row = q + i / a->group * token_stride + i % a->group * a->head_dim;
         for (int64_t d = 0; d < a->head_dim; d += LG_LANES) {
             const int64_t left = a->head_dim - d;
-            lg_f32x16 v = lg_load_n(row + d, left);
+            const lg_f32x16 v = lg_load_n(row + d, left) * a->scale;
             if (paired)
                 lg_kv_store(LG_KV_BF16, out + i * depth, d, v, left);
             else
@@ -182,62 +182,96 @@ static int32_t within_tile(int64_t key) {
     return (int32_t)(key < 0 ? 0 : key > TILE_KEYS ? TILE_KEYS : key);
 }
 
-/* Scores of a block of rows to weights; updates their maxima and masses and gives in `decay` what
- * the sums so far are worth now. Lanes that a row does not see get weight 0. */
-static void weigh(const lg_attention *a, workspace *w, int64_t start, int64_t row, int64_t rows,
-                  int64_t keys, int paired, float *max, float *decay) {
-    enum { STEP = REGISTER_LANES };
-    float now[LG_LANES] = {}, before[LG_LANES] = {};
+/* The largest score of a row. Scores that the row does not see, and scaled ones, are written back;
+ * `begin` and `end` of the `keys` looked at are seen. */
+LG_INLINE float largest_score(int scaled, int partly, const workspace *w, float *scores,
+                              int64_t keys, int32_t begin, int32_t end) {
+    lg_register most = lg_spread(NO_SCORE);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < keys; i += REGISTER_LANES) {
+        lg_register s = lg_load_register(scores + i);
+        if (scaled) s *= lg_load_register(w->k_scale + i);
+        if (partly) {
+            lg_register_mask place;
+            memcpy(&place, key_numbers + i, sizeof place);
+            s = lg_choose((place >= begin) & (place < end), s, lg_spread(-INFINITY));
+        }
+        if (scaled || partly) lg_store_register(scores + i, s);
+        most = lg_larger(s, most);
+    }
+    return lg_largest_lane(most);
+}
+
+/* Scores to weights 2^(score - max); `lanes` *= decay, += the weights. */
+LG_INLINE void weigh_row(int paired, int scaled, const workspace *w, const float *scores,
+                         int64_t keys, float max, float decay, float *lanes, uint32_t *weights) {
+    enum { STEP = REGISTER_LANES, PARTS = LG_LANES / STEP };
+    lg_register mass[PARTS];
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; part++)
+        mass[part] = lg_load_register(lanes + part * STEP) * decay;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < keys; i += LG_LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < PARTS; part++) {
+            const int64_t key = i + part * STEP;
+            lg_register p = lg_exp2(lg_load_register(scores + key) - max);
+            mass[part] += p;
+            if (scaled) p *= lg_load_register(w->v_scale + key);
+#if HAS_PAIRS
+            if (paired)
+                lg_store_pairs(weights + key / 2, p);
+            else
+#endif
+                lg_store_register((float *)weights + key, p);
+        }
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; part++) lg_store_register(lanes + part * STEP, mass[part]);
+}
+
+/* Scores of a block of rows to weights; updates their maxima and masses and gives in `decay` what the sums
+ * so far are worth now. `keys` are looked at; lanes that a row does not see get weight 0. */
+LG_INLINE void weigh(int paired, int scaled, const lg_attention *a, workspace *w, int64_t start,
+                     int64_t row, int64_t rows, int64_t keys, float *max, float *decay) {
+    float before[LG_LANES] = {}, now[LG_LANES] = {};
+    const int whole = first_key(a, row + rows - 1) <= start && end_key(a, row) >= start + TILE_KEYS;
     for (int64_t r = 0; r < rows; r++) {
-        const int32_t begin = within_tile(first_key(a, row + r) - start);
-        const int32_t end = within_tile(end_key(a, row + r) - start);
-        const int partly = begin > 0 || end < keys;
         float *scores = w->scores + r * TILE_KEYS;
-        lg_register most = lg_spread(NO_SCORE);
-        for (int64_t i = 0; i < keys; i += STEP) {
-            lg_register s = lg_load_register(scores + i) * a->scale;
-            if (a->k_scale != NULL) s *= lg_load_register(w->k_scale + i);
-            if (partly) {
-                lg_register_mask place;
-                memcpy(&place, key_numbers + i, sizeof place);
-                s = lg_choose((place >= begin) & (place < end), s, lg_spread(-INFINITY));
-            }
-            lg_store_register(scores + i, s);
-            most = lg_larger(s, most);
+        float found;
+        if (whole) {
+            found = largest_score(scaled, 0, w, scores, TILE_KEYS, 0, TILE_KEYS);
+        } else {
+            const int32_t begin = within_tile(first_key(a, row + r) - start);
+            const int32_t end = within_tile(end_key(a, row + r) - start);
+            found = largest_score(scaled, 1, w, scores, keys, begin, end);
         }
         before[r] = max[r];
-        const float found = lg_largest_lane(most);
         now[r] = max[r] = found > max[r] ? found : max[r];
     }
-    for (int64_t r = 0; r < rows; r += STEP)
+    for (int64_t r = 0; r < rows; r += REGISTER_LANES)
         lg_store_register(decay + r,
                           lg_exp2(lg_load_register(before + r) - lg_load_register(now + r)));
     for (int64_t r = 0; r < rows; r++) {
         const float *scores = w->scores + r * TILE_KEYS;
         float *lanes = w->lanes + (row + r) * LG_LANES;
-        lg_register mass[LG_LANES / STEP];
-#pragma GCC unroll 4
-        for (int part = 0; part < LG_LANES / STEP; part++)
-            mass[part] = lg_load_register(lanes + part * STEP) * decay[r];
-        for (int64_t i = 0; i < keys; i += LG_LANES)
-#pragma GCC unroll 4
-            for (int part = 0; part < LG_LANES / STEP; part++) {
-                const int64_t key = i + part * STEP;
-                lg_register p = lg_exp2(lg_load_register(scores + key) - now[r]);
-                mass[part] += p;
-                if (a->v_scale != NULL) p *= lg_load_register(w->v_scale + key);
-#if HAS_PAIRS
-                if (paired)
-                    lg_store_pairs(w->weights + r * TILE_KEYS + key / 2, p);
-                else
-#endif
-                    lg_store_register((float *)w->weights + r * TILE_KEYS + key, p);
-            }
-#pragma GCC unroll 4
-        for (int part = 0; part < LG_LANES / STEP; part++)
-            lg_store_register(lanes + part * STEP, mass[part]);
+        uint32_t *weights = w->weights + r * TILE_KEYS;
+        if (whole)
+            weigh_row(paired, scaled, w, scores, TILE_KEYS, now[r], decay[r], lanes, weights);
+        else
+            weigh_row(paired, scaled, w, scores, keys, now[r], decay[r], lanes,
+                      weights);
     }
 }
+
+#define DEFINE_WEIGH(NAME, PAIRED, SCALED)                                                     \
+    static void NAME(const lg_attention *a, workspace *w, int64_t start, int64_t row,          \
+                     int64_t rows, int64_t keys, float *max, float *decay) {            \
+        weigh(PAIRED, SCALED, a, w, start, row, rows, keys, max, decay);                       \
+    }
+DEFINE_WEIGH(weigh_floats, 0, 0)
+DEFINE_WEIGH(weigh_pairs, 1, 0)
+DEFINE_WEIGH(weigh_scaled_floats, 0, 1)
+DEFINE_WEIGH(weigh_scaled_pairs, 1, 1)
 
 /* One block of rows over the tile at `start`, of which `end` keys are packed. */
 static void attend_block(const lg_attention *a, workspace *w, int64_t start, int64_t row,
@@ -251,7 +285,9 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
     float decay[LG_LANES];
     (paired ? product_pairs : product_floats)(rows, vectors, depth, a->q + row * depth, depth,
                                               w->keys, TILE_KEYS, NULL, w->scores, TILE_KEYS);
-    weigh(a, w, start, row, rows, vectors * LG_LANES, paired, out.max + row, decay);
+    (a->k_scale == NULL ? paired ? weigh_pairs : weigh_floats
+                        : paired ? weigh_scaled_pairs : weigh_scaled_floats)(
+        a, w, start, row, rows, vectors * LG_LANES, out.max + row, decay);
     const int64_t step = paired ? 2 : 1, first = begin / step;
     (paired ? product_pairs : product_floats)(
         rows, a->width / LG_LANES, (end + step - 1) / step - first, w->weights + first, TILE_KEYS,
