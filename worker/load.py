@@ -23,7 +23,7 @@ def worker_load(
     """Gauges and counters; an engine's steps are of its worker's role."""
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,
-        free_blocks=usage.free,
+        free_blocks=usage.available,
         reserved_blocks=usage.reserved,
         held_blocks=usage.held,
         running=stats.running,
