@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from legato.worker.engine import EngineStats
+from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.kv.block_pool import BlockPool, PoolCounters, PoolUsage
+from legato.worker.load import worker_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -374,6 +377,17 @@ def test_a_look_counts_held_and_cached_blocks_and_changes_nothing() -> None:
     assert (pool.usage(), pool.counters()) == before
 
 
+def test_the_load_report_calls_free_what_may_be_had_now() -> None:
+    pool = BlockPool(8)
+    cache(pool, A, B, C)
+    taken(pool, 1)
+    pool.reserve(2)
+    assert counts(pool) == (4, 3, 1, 2)
+    load = worker_load("decode", pool.usage(), EngineStats(), TransferCounters(), 0)
+    assert (load.free_blocks, load.reserved_blocks, load.held_blocks) == (5, 2, 1)
+    assert load.free_blocks + load.reserved_blocks + load.held_blocks == load.total_blocks
+
+
 def test_threads_that_take_and_give_at_once_lose_nothing() -> None:
     pool = BlockPool(16)
     errors: list[BaseException] = []
@@ -381,7 +395,7 @@ def test_threads_that_take_and_give_at_once_lose_nothing() -> None:
 
     def work(number: int) -> None:
         try:
-            for turn in range(2000):
+            for turn in range(10_000):
                 hashes = [bytes([turn % 3, i]) for i in range(3)]
                 if (got := pool.acquire(hashes, 4)) is not None:
                     blocks, matched = got

@@ -209,6 +209,7 @@ class BlockPool:
 
         A writable block comes back as it is. Else a new one is taken, and the caller's reference
         to the old one is gone: the caller copies the contents before anything else is allocated.
+        Where another thread may allocate meanwhile: `allocate`, copy, `free` the old one instead.
 
         Returns:
             The block; None, and nothing has changed, where none is available.
@@ -250,7 +251,7 @@ class BlockPool:
         return self._total - len(self._references) - self._reserved
 
     def _take(self, num_blocks: int) -> list[int]:
-        """`num_blocks` that there are, none of them cached for the caller."""
+        """Free blocks, then evicted ones; the caller knows that there are as many."""
         blocks = []
         for _ in range(num_blocks):
             if self._returned:
