@@ -198,7 +198,7 @@ from test_gated_linear import inputs, make, packed
 from legato.kernels.gated_linear import gated_linear
 for kind in {kinds}:
     for activation in ("silu", "gelu_tanh"):
-        result = gated_linear(inputs(14), packed(make(kind, 100)), activation)
+        result = gated_linear(inputs(14), packed(make(kind, 100)), activation, inputs(1, 200)[0])
         print(hashlib.sha256(result.numpy().tobytes()).hexdigest())
 """
 

@@ -25,8 +25,8 @@ CPU_PIECE_TOKENS = 512
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Made once a forward; nothing else is allocated on the way, so that it can be recorded as a
-    list of kernels and run again.
+    """Made once a forward; with the CPU's kernels nothing else is allocated on the way, so that it
+    can be recorded as a list of them and run again.
     """
 
     batch: ForwardBatch
