@@ -27,8 +27,7 @@ def gated_linear(
 ) -> Tensor:
     """x [T, in] and a weight [2 * N, in], gate's rows first, to [T, N].
 
-    With a packed weight, what is activated never is in memory: 17 ms of 700 for a prompt of 1,024
-    tokens and a model of 135M.
+    With a packed weight, what is activated never is in memory: 1.5 to 2 % of a prompt's time.
 
     Args:
         x: rows may have any stride.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from kernel_paths import needs_native, use_path
-from quantized_weights import random_quantized
+from quantized_weights import random_quantized, rounded
 from torch import Tensor
 
 from legato.kernels import native, reference
@@ -35,8 +35,6 @@ QUANTIZED = {
 }
 KINDS = (*DTYPES, *QUANTIZED)
 SIZE_IN = 136  # no multiple of a line, nor of a group
-# Of results up to 10 or so: bf16 kernels may round x to bf16 as well, quantised ones to 8 bits.
-TOLERANCE = {"f32": 2e-5, "f16": 2e-5, "bf16": 4e-2}
 kinds = pytest.mark.parametrize("kind", KINDS)
 activations = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 
@@ -83,15 +81,17 @@ def test_against_fp64(
     use_path(path, monkeypatch)
     weight = make(kind, width)
     layout = pack_weight(weight, gated=True)
+    group = 0 if kind in DTYPES else QUANTIZED[kind][1] or 128  # of x that share a scale
     assert isinstance(layout, PackedWeight) == (path == "native")
     wide = weight if isinstance(weight, Tensor) else weight.dequantize()
-    limit = TOLERANCE.get(kind, 0.1 if path == "native" else 2e-5)
     for num_rows in range(31) if path == "native" and width < 1536 else (1, 2, 13, 30):
-        x, bias = inputs(num_rows), None if num_rows % 3 == 0 else torch.randn(2 * width)
-        expected = reference.gated_linear(x, wide, activation, bias)
+        x = inputs(num_rows).bfloat16().float()  # exact where kernels round it to bf16
+        bias = None if num_rows % 3 == 0 else inputs(1, 2 * width)[0]
+        seen = rounded(x, group) if group and path == "native" else x
+        expected = reference.gated_linear(seen, wide, activation, bias)
         result = gated_linear(x, layout, activation, bias)
         assert result.shape == (num_rows, width)
-        torch.testing.assert_close(result.double(), expected, rtol=limit, atol=limit)
+        torch.testing.assert_close(result.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @needs_native
@@ -100,7 +100,6 @@ def test_against_fp64(
 def test_bits_are_those_of_linear_and_the_activation(
     activation: GatedActivation, kind: str
 ) -> None:
-    """Also where 8-bit activations are too coarse for fp64 to tell much."""
     for width, num_rows in ((8, 5), (24, 1), (100, 30), (1536, 14)):
         weight, x, bias = make(kind, width), inputs(num_rows), torch.randn(2 * width)
         expected = one_by_one(x, pack_weight(weight), activation, bias)
