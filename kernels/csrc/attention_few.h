@@ -7,7 +7,7 @@
 
 #if HAS_PAIRS
 
-#define MOST_ROW_BYTES 1024
+#define MOST_ROW_BYTES 1024 /* of one key */
 
 /* Where the keys of a tile lie (zeros for those that are not to be read), and those to be fetched. */
 typedef struct {
@@ -21,6 +21,7 @@ LG_INLINE __m512i load_masked(const char *p, __mmask64 kept) {
 
 static const char zero_row[MOST_ROW_BYTES] __attribute__((aligned(64)));
 
+/* K and V of the tile's keys, whose rows are of `row_bytes`. */
 LG_INLINE void place_few(const char *k, const char *v, int64_t row_bytes, const lg_tile_rows *tile,
                          few_rows *rows) {
     const __m512i bytes = _mm512_set1_epi64(row_bytes), zeros = _mm512_set1_epi64((int64_t)zero_row);
@@ -93,8 +94,8 @@ LG_INLINE void few_scores(int dtype, int rows, const few_rows *tile, int64_t key
 /* sum[rows][width] = sum * decay + weights[rows][TILE_KEYS] V of the keys [begin, end), of which the
  * first is even: weights number i are those of keys 2 i and 2 i + 1. */
 LG_INLINE void few_values(int dtype, int rows, const few_rows *tile, int64_t begin, int64_t end,
-                          int64_t head_dim, int64_t width,
-                          const uint32_t *weights, const float *decay, float *sum) {
+                          int64_t head_dim, int64_t width, const uint32_t *weights,
+                          const float *decay, float *sum) {
     const int64_t bytes = lg_kv_bytes(dtype);
     enum { VECTORS = 4 };
     byte_orders orders;
