@@ -15,10 +15,6 @@ typedef struct {
     const char *k_ahead[TILE_KEYS], *v_ahead[TILE_KEYS];
 } few_rows;
 
-LG_INLINE __m512i load_masked(const char *p, __mmask64 kept) {
-    return _mm512_maskz_loadu_epi8(kept, p);
-}
-
 static const char zero_row[MOST_ROW_BYTES] __attribute__((aligned(64)));
 
 /* K and V of the tile's keys, whose rows are of `row_bytes`. */
@@ -130,12 +126,10 @@ LG_INLINE void few_values(int dtype, int rows, const few_rows *tile, int64_t beg
     }
 }
 
-#define FEW_CASES(CALL)                                                                        \
-    CALL(LG_KV_BF16, 1) CALL(LG_KV_BF16, 2) CALL(LG_KV_BF16, 3) CALL(LG_KV_BF16, 4)            \
-    CALL(LG_KV_BF16, 5) CALL(LG_KV_BF16, 6) CALL(LG_KV_INT8, 1) CALL(LG_KV_INT8, 2)            \
-    CALL(LG_KV_INT8, 3) CALL(LG_KV_INT8, 4) CALL(LG_KV_INT8, 5) CALL(LG_KV_INT8, 6)            \
-    CALL(LG_KV_FP8, 1) CALL(LG_KV_FP8, 2) CALL(LG_KV_FP8, 3) CALL(LG_KV_FP8, 4)                \
-    CALL(LG_KV_FP8, 5) CALL(LG_KV_FP8, 6)
+#define FEW_ROWS(CALL, DTYPE) \
+    CALL(DTYPE, 2) CALL(DTYPE, 3) CALL(DTYPE, 4) CALL(DTYPE, 5) CALL(DTYPE, 6)
+#define FEW_CASES(CALL) \
+    FEW_ROWS(CALL, LG_KV_BF16) FEW_ROWS(CALL, LG_KV_INT8) FEW_ROWS(CALL, LG_KV_FP8)
 
 #endif
 #endif

@@ -212,7 +212,7 @@ def test_prefill_gives_the_same_bits_in_chunks_in_company_and_as_decode(
 def test_few_query_rows_give_the_same_bits_as_many(
     kv_dtype: torch.dtype, window: int | None
 ) -> None:
-    """Up to six rows are multiplied without packing the keys, more are not."""
+    """Two to six rows are multiplied without packing the keys, others are not."""
     for group, head_dim in ((1, 6), (2, 34), (3, 64), (4, 80), (5, 128), (6, 96), (1, 256)):
         case = make_case(
             context_lens=[70],
