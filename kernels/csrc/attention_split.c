@@ -306,16 +306,17 @@ static void attend_few(const lg_attention *a, workspace *w, int64_t start, int64
     switch (a->dtype * 8 + a->rows) {
 #define SCORES(DTYPE, ROWS)                                                                    \
     case DTYPE * 8 + ROWS:                                                                     \
-        few_scores(DTYPE, ROWS, &rows, keys, a->head_dim, a->q, w->scores);           \
+        few_scores(DTYPE, ROWS, &rows, keys, a->head_dim, a->q, w->scores);                    \
         break;
         FEW_CASES(SCORES)
     default: __builtin_unreachable();
     }
-    weigh(a, w, start, 0, a->rows, keys, 1, out.max, decay);
+    (a->k_scale == NULL ? weigh_pairs : weigh_scaled_pairs)(a, w, start, 0, a->rows, keys, out.max,
+                                                            decay);
     switch (a->dtype * 8 + a->rows) {
 #define VALUES(DTYPE, ROWS)                                                                    \
     case DTYPE * 8 + ROWS:                                                                     \
-        few_values(DTYPE, ROWS, &rows, begin & ~1, end, a->head_dim, a->width,        \
+        few_values(DTYPE, ROWS, &rows, begin & ~1, end, a->head_dim, a->width,                 \
                    w->weights, decay, out.sum);                                                \
         break;
         FEW_CASES(VALUES)
