@@ -19,18 +19,29 @@ if TYPE_CHECKING:
 
 # Rows of one C operation: bounds its scratch memory, and is far beyond where weights are re-used.
 _MAX_ROWS = 2048
+# LG_WRITE and so on in `kernels/csrc/gemm.h`.
+_FINISH_CODES = {"write": 0, "add": 1, "silu": 2, "gelu_tanh": 3}
 _deterministic = False
 
 
-def pack_weight(weight: Tensor | QuantizedWeight) -> Weight:
+def pack_weight(weight: Tensor | QuantizedWeight, *, gated: bool = False) -> Weight:
     """Brings a weight [out, in] into the form that `linear` reads fastest on its device.
 
     On a CPU with C kernels that is a `PackedWeight`, a copy; else the weight itself.
+
+    Args:
+        weight: with `gated`, a gate's rows and then as many of up.
+        gated: for `gated_linear` instead of `linear`.
+
+    Raises:
+        ValueError: it cannot be packed.
     """
     values = weight if isinstance(weight, Tensor) else weight.values
     if not native.available() or values.device.type != "cpu":
         return weight
-    return pack_tensor(weight) if isinstance(weight, Tensor) else pack_quantized(weight)
+    if isinstance(weight, Tensor):
+        return pack_tensor(weight, gated=gated)
+    return pack_quantized(weight, gated=gated)
 
 
 def linear(
@@ -53,11 +64,7 @@ def linear(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
-    size_out, size_in = _sizes(weight)
-    if x.dim() != 2 or x.shape[1] != size_in:
-        raise ValueError(f"x must have shape (T, {size_in}), got {tuple(x.shape)}")
-    if bias is not None:
-        require_shape(bias, (size_out,), "bias")
+    size_out = _require_input(x, weight, bias)
     if out is not None:
         require_shape(out, (x.shape[0], size_out), "out")
     elif accumulate:
@@ -71,7 +78,9 @@ def linear(
     if isinstance(weight, PackedWeight):
         if out is None:
             out = x.new_empty(x.shape[0], size_out)
-        _launch(x, weight, bias, out, accumulate=accumulate)
+        if weight.gated:
+            raise ValueError("a weight packed with gated=True is for gated_linear")
+        multiply_packed(x, weight, bias, out, "add" if accumulate else "write")
         return out
     if native.recording():
         raise RuntimeError("a recorded program holds C kernels only; the weight is not packed")
@@ -101,16 +110,28 @@ def _in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat(rows) if rows else F.linear(x, weight, bias)
 
 
-def _sizes(weight: Weight) -> tuple[int, int]:
-    """N and K."""
+def _require_input(x: Tensor, weight: Weight, bias: Tensor | None) -> int:
+    """N of the weight [N, K]."""
     if isinstance(weight, Tensor):
-        return weight.shape[0], weight.shape[1]
-    return weight.out_features, weight.in_features
+        size_out, size_in = weight.shape
+    else:
+        size_out, size_in = weight.out_features, weight.in_features
+    if x.dim() != 2 or x.shape[1] != size_in:
+        raise ValueError(f"x must have shape (T, {size_in}), got {tuple(x.shape)}")
+    if bias is not None:
+        require_shape(bias, (size_out,), "bias")
+    return size_out
 
 
-def _launch(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, *, accumulate: bool
+def multiply_packed(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, finish: str
 ) -> None:
+    """The C kernel's product of `linear` and `gated_linear`, which say what the arguments are.
+
+    Args:
+        finish: "write", "add" (to `out`); of a gated weight "silu", "gelu_tanh".
+    """
+    _require_input(x, weight, bias)
     for name, tensor in (("x", x), ("bias", bias), ("out", out)):
         if tensor is not None and not native.takes(tensor):
             raise ValueError(
@@ -128,7 +149,7 @@ def _launch(
         rows, to = x[first : first + _MAX_ROWS], out[first : first + _MAX_ROWS]
         sizes = (
             rows.shape[0], weight.out_features, weight.in_features,
-            rows.stride(0), to.stride(0), int(accumulate),
+            rows.stride(0), to.stride(0), _FINISH_CODES[finish],
             *groups,
         )  # fmt: skip
         tensors = (rows, weight.data, bias, to, weight.scales, weight.offsets)

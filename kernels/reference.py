@@ -39,6 +39,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).to(gate_up.dtype)
 
 
+def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None) -> Tensor:
+    """As `kernels.gated_linear` with a plain weight, in and to fp64."""
+    gate_up = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    gate, up = gate_up.chunk(2, -1)
+    y = gate if activation == "silu" else (8 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * torch.sigmoid(y) * up
+
+
 def paged_attention(
     q: Tensor,
     pages: KvPages,

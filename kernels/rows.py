@@ -41,6 +41,8 @@ def take_rows(
         )
         return out
     if isinstance(table, PackedWeight):
+        if table.gated:
+            raise ValueError("no rows are taken of a weight packed with gated=True")
         if not native.takes(out):
             raise ValueError(f"with a packed weight, out must be fp32 on the CPU, got {out.dtype}")
         groups = (table.group_size, *table.group_codes) if table.group_size else ()

@@ -84,6 +84,8 @@ class PackedWeight:
     # points are `zero`.
     offsets: Tensor | None = None
     zero: int = 0
+    # Two matrices of N / 2 rows, the first half of each panel from one, the second from the other.
+    gated: bool = False
 
     def dequantize(self) -> Tensor:
         """[N, K] fp32; for tests, and where a weight has to be seen whole."""
@@ -110,7 +112,11 @@ class PackedWeight:
 
     def _rows(self, panels: Tensor) -> Tensor:
         """[panels, units, PANEL, n] to [N, units * n]."""
-        return panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.out_features]
+        rows = panels.transpose(1, 2).flatten(2)
+        if not self.gated:
+            return rows.flatten(0, 1)[: self.out_features]
+        matrices = rows.reshape(rows.shape[0], 2, PANEL // 2, -1).transpose(0, 1).flatten(1, 2)
+        return matrices[:, : self.out_features // 2].flatten(0, 1)
 
     @property
     def num_bytes(self) -> int:

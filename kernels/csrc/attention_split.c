@@ -2,6 +2,7 @@
  * prefill alike: inlined twice, it might round differently. */
 #include "attention_split.h"
 
+#include "attention_few.h"
 #include "attention_tile.h"
 
 /* Finite, so that the difference of two of them is 0; far below any score. */
@@ -294,6 +295,36 @@ static void attend_block(const lg_attention *a, workspace *w, int64_t start, int
         w->values + first * a->width, a->width, decay, out.sum + row * a->width, a->width);
 }
 
+#if HAS_PAIRS
+/* As pack and attend_block of at most BLOCK_ROWS rows that are all of `a`. */
+static void attend_few(const lg_attention *a, workspace *w, int64_t start, int64_t begin,
+                       int64_t end, lg_partial out) {
+    const int64_t keys = lg_round_up(end, LG_LANES);
+    float decay[LG_LANES];
+    few_rows rows;
+    place_few(a->k, a->v, a->head_dim * lg_kv_bytes(a->dtype), &w->tile, &rows);
+    switch (a->dtype * 8 + a->rows) {
+#define SCORES(DTYPE, ROWS)                                                                    \
+    case DTYPE * 8 + ROWS:                                                                     \
+        few_scores(DTYPE, ROWS, &rows, keys, a->head_dim, a->q, w->scores);                    \
+        break;
+        FEW_CASES(SCORES)
+    default: __builtin_unreachable();
+    }
+    (a->k_scale == NULL ? weigh_pairs : weigh_scaled_pairs)(a, w, start, 0, a->rows, keys, out.max,
+                                                            decay);
+    switch (a->dtype * 8 + a->rows) {
+#define VALUES(DTYPE, ROWS)                                                                    \
+    case DTYPE * 8 + ROWS:                                                                     \
+        few_values(DTYPE, ROWS, &rows, begin & ~1, end, a->head_dim, a->width,                 \
+                   w->weights, decay, out.sum);                                                \
+        break;
+        FEW_CASES(VALUES)
+    default: __builtin_unreachable();
+    }
+}
+#endif
+
 /* Rows number 64 `step` ... 64 (step + 1) of those that `next` begins with; 0 beyond its end. */
 static void look_ahead(const lg_upcoming *next, int64_t step, int64_t *ahead) {
     memset(ahead, 0, TILE_KEYS * sizeof *ahead);
@@ -302,15 +333,16 @@ static void look_ahead(const lg_upcoming *next, int64_t step, int64_t *ahead) {
     const int64_t begin = next->split * LG_SPLIT_KEYS, last = end_key(a, a->rows - 1);
     const int64_t end = last < begin + LG_SPLIT_KEYS ? last : begin + LG_SPLIT_KEYS;
     const int64_t seen = first_key(a, 0) > begin ? first_key(a, 0) : begin;
-    int64_t position = seen + step * TILE_KEYS;
-    int64_t block = position / a->block_size, within = position % a->block_size;
-    for (int64_t i = 0; i < TILE_KEYS && position < end; i++, position++) {
-        const int64_t slot = a->blocks[block] * a->block_size + within;
-        ahead[i] = slot * a->num_kv_heads + a->kv_head;
-        if (++within == a->block_size) {
-            within = 0;
-            block++;
-        }
+    for (int64_t i = 0, position = seen + step * TILE_KEYS; i < TILE_KEYS && position < end;) {
+        const int64_t within = position % a->block_size;
+        const int64_t slot = a->blocks[position / a->block_size] * a->block_size + within;
+        int64_t run = a->block_size - within;
+        run = run < end - position ? run : end - position;
+        run = run < TILE_KEYS - i ? run : TILE_KEYS - i;
+        for (int64_t j = 0; j < run; j++)
+            ahead[i + j] = (slot + j) * a->num_kv_heads + a->kv_head;
+        i += run;
+        position += run;
     }
 }
 
@@ -342,6 +374,14 @@ void lg_attend_split(const lg_attention *a, int64_t split, const lg_upcoming *ne
         find_keys(a, start, begin, end, w->tile.places);
         look_ahead(next, step++, w->tile.ahead);
         if (a->k_scale != NULL) read_scales(a, w);
+#if HAS_PAIRS
+        /* One row alone asks for memory so quickly that requests are lost: up to 8 % slower. */
+        if (is_paired(a->dtype) && a->rows > 1 && a->rows <= BLOCK_ROWS &&
+            a->head_dim * lg_kv_bytes(a->dtype) <= MOST_ROW_BYTES) {
+            attend_few(a, w, start, begin - start, end - start, out);
+            continue;
+        }
+#endif
         pack(a, w, begin - start, end - start);
         for (int64_t row = 0; row < a->rows; row += BLOCK_ROWS)
             attend_block(a, w, start, row, a->rows - row < BLOCK_ROWS ? a->rows - row : BLOCK_ROWS,

@@ -179,6 +179,12 @@ LG_INLINE __m512i load_pairs(const void *row, int64_t i, int64_t left) {
     return _mm512_maskz_loadu_epi16(kept, (const uint16_t *)row + i);
 }
 
+/* Of 64 bytes from byte i on, those within a row of `row_bytes`. */
+LG_INLINE __mmask64 bytes_within(int64_t i, int64_t row_bytes) {
+    const int64_t left = row_bytes - i;
+    return left >= 64 ? ~0ull : left <= 0 ? 0 : (1ull << left) - 1ull;
+}
+
 /* 64 elements of 8 bits. */
 LG_INLINE __m512i load_bytes(const void *row, int64_t i, int64_t left) {
     const __mmask64 kept = left >= 64 ? ~0ull : (1ull << left) - 1ull;
@@ -305,39 +311,47 @@ LG_INLINE void lg_pack_keys(int dtype, int pairs, int whole, const char *pages,
 }
 
 #if HAS_PAIRS
-/* V of two keys in bf16: out[width] pairs. */
-LG_INLINE void pack_two_values(const char *a_row, const char *b_row, int64_t head_dim,
-                               int64_t width, uint32_t *out) {
-    const lg_u16x32 low = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
-                           8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    for (int64_t d = 0; d < width; d += 32) {
-        const __m512i zero = _mm512_setzero_si512();
-        const __m512i a = a_row ? load_pairs(a_row, d, head_dim - d) : zero;
-        const __m512i b = b_row ? load_pairs(b_row, d, head_dim - d) : zero;
-        _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, (__m512i)low, b));
-        if (d + 16 < width)
-            _mm512_storeu_si512(out + d + 16,
-                                _mm512_permutex2var_epi16(a, (__m512i)(low + 16), b));
+/* V of two keys (NULL, if not `both`: zeros) as pairs in bf16: 64 lanes from d on; orders: of 8-bit
+ * elements. */
+LG_INLINE void load_two_values(int dtype, int both, const byte_orders *orders, const char *a_row,
+                               const char *b_row, int64_t head_dim, int64_t d, lg_u32x16 *out) {
+    const __mmask64 read_a = both || a_row != NULL ? ~0ull : 0;
+    const __mmask64 read_b = both || b_row != NULL ? ~0ull : 0;
+    if (dtype == LG_KV_BF16) {
+        const lg_u16x32 low = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                               8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const int64_t i = d + 32 * half;
+            const __mmask64 kept = bytes_within(2 * i, 2 * head_dim);
+            const __m512i a = _mm512_maskz_loadu_epi8(kept & read_a, a_row + 2 * i);
+            const __m512i b = _mm512_maskz_loadu_epi8(kept & read_b, b_row + 2 * i);
+            out[2 * half] = (lg_u32x16)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+            out[2 * half + 1] = (lg_u32x16)_mm512_permutex2var_epi16(a, (__m512i)(low + 16), b);
+        }
+        return;
+    }
+    const __mmask64 kept = bytes_within(d, head_dim);
+    const __m512i a = _mm512_maskz_loadu_epi8(kept & read_a, a_row + d);
+    const __m512i b = _mm512_maskz_loadu_epi8(kept & read_b, b_row + d);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        __m512i low, high;
+        widen_bytes(dtype, orders,
+                    _mm512_permutex2var_epi8(a, half ? orders->odd : orders->even, b), &low, &high);
+        out[2 * half] = (lg_u32x16)_mm512_permutex2var_epi8(low, orders->even, high);
+        out[2 * half + 1] = (lg_u32x16)_mm512_permutex2var_epi8(low, orders->odd, high);
     }
 }
 
-/* The same of 8-bit elements. */
-LG_INLINE void pack_two_bytes(int dtype, const byte_orders *orders, const char *a_row,
-                              const char *b_row, int64_t head_dim, int64_t width, uint32_t *out) {
+LG_INLINE void pack_two_values(int dtype, const byte_orders *orders, const char *a_row,
+                               const char *b_row, int64_t head_dim, int64_t width, uint32_t *out) {
     for (int64_t d = 0; d < width; d += 64) {
-        const __m512i zero = _mm512_setzero_si512();
-        const __m512i a = a_row ? load_bytes(a_row, d, head_dim - d) : zero;
-        const __m512i b = b_row ? load_bytes(b_row, d, head_dim - d) : zero;
-        for (int half = 0; half < 2 && d + 32 * half < width; half++) {
-            uint32_t *to = out + d + 32 * half;
-            __m512i low, high;
-            widen_bytes(dtype, orders,
-                        _mm512_permutex2var_epi8(a, half ? orders->odd : orders->even, b), &low,
-                        &high);
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi8(low, orders->even, high));
-            if (d + 32 * half + 16 < width)
-                _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi8(low, orders->odd, high));
-        }
+        lg_u32x16 columns[4];
+        load_two_values(dtype, 0, orders, a_row, b_row, head_dim, d, columns);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            if (d + 16 * i < width) _mm512_storeu_si512(out + d + 16 * i, (__m512i)columns[i]);
     }
 }
 #endif
@@ -360,13 +374,9 @@ LG_INLINE void lg_pack_values(int dtype, int pairs, const char *pages, const lg_
             fetch_ahead(pages + tile->ahead[key] * row_bytes + line);
 #if HAS_PAIRS
         if (pairs && key % 2 == 0) continue;
-        if (pairs && dtype == LG_KV_BF16) {
-            pack_two_values(rows[0], rows[1], head_dim, width, out + key / 2 * width);
-            continue;
-        }
         if (pairs) {
-            pack_two_bytes(dtype, &orders, rows[0], rows[1], head_dim, width,
-                           out + key / 2 * width);
+            pack_two_values(dtype, &orders, rows[0], rows[1], head_dim, width,
+                            out + key / 2 * width);
             continue;
         }
 #endif

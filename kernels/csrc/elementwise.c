@@ -1,15 +1,7 @@
 /* elementwise: activations, rotary embedding and rows of tables, all on fp32 activations. */
+#include "activation.h"
 #include "op.h"
 #include "vec.h"
-
-LG_INLINE lg_f32x16 silu(lg_f32x16 x) { return x / (1.0f + lg_exp(-x)); }
-
-/* GELU in its tanh form: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)), as
- * (1 + tanh(y)) / 2 = sigmoid(2 y). */
-LG_INLINE lg_f32x16 gelu(lg_f32x16 x) {
-    lg_f32x16 y = x * (1.59576912f + 0.0713548163f * x * x);
-    return x / (1.0f + lg_exp(-y));
-}
 
 enum { SILU_MUL, GELU_MUL, GELU };
 
@@ -27,7 +19,7 @@ LG_INLINE void activate(const lg_op *op, lg_team *team, int kind) {
         float *out = (float *)op->p[1] + row * op->n[3];
         for (int64_t i = first; i < last; i += LG_LANES) {
             lg_f32x16 v = lg_load_n(x + i, last - i);
-            v = kind == SILU_MUL ? silu(v) : gelu(v);
+            v = kind == SILU_MUL ? lg_silu(v) : lg_gelu_tanh(v);
             if (kind != GELU) v *= lg_load_n(x + width + i, last - i);
             lg_store_n(out + i, v, last - i);
         }

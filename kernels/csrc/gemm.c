@@ -1,4 +1,5 @@
 /* gemm: shares the tiles and panels of a multiplication out among the threads. */
+#include "activation.h"
 #include "gemm.h"
 
 /* Up to so many elements of x each thread prepares for itself: that is quicker than two barriers. */
@@ -41,6 +42,18 @@ static void run_one_tile(const lg_gemm *g, const void *kind, lg_gemm_prepare pre
     for (int64_t task; (task = lg_claim(team, tasks)) >= 0;)
         for (int64_t panel = task * piece; panel < smaller((task + 1) * piece, panels); panel++)
             multiply(g, kind, 0, (int)g->rows, prepared, panel);
+}
+
+void lg_gemm_end_gated(const lg_gemm *g, int rows, int64_t row, int64_t panel,
+                       lg_fvec sums[][LG_PARTS]) {
+    _Static_assert(LG_GATED == LG_LANES && LG_PANEL == 2 * LG_GATED, "gate, then up");
+    const int64_t column = panel * LG_GATED, left = g->outputs / 2 - column;
+    for (int r = 0; r < rows; r++) {
+        const float *sum = (const float *)sums[r];
+        const lg_f32x16 gate = lg_load(sum), up = lg_load(sum + LG_GATED);
+        const lg_f32x16 active = g->finish == LG_SILU_MUL ? lg_silu(gate) : lg_gelu_tanh(gate);
+        lg_store_n(g->out + (row + r) * g->out_stride + column, active * up, left);
+    }
 }
 
 void lg_gemm_run(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,

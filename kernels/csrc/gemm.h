@@ -9,6 +9,10 @@
  * so a panel is read front to back once, whatever the number of rows. Scales and offsets of
  * quantised weights are [N / 32][groups][32].
  *
+ * A gated weight is two matrices [N / 2, K], gate and up: each of its panels holds 16 outputs of the
+ * gate and then the same 16 of up (both padded), so that an MLP's activation(gate) * up is made of
+ * one panel's sums, and only that is written: out is [rows, N / 2].
+ *
  * Rows of x go in tiles of at most LG_TILE_ROWS. A tile is first brought into the form that the
  * multiplication reads ("prepared"): lines of 64 bytes, [K / (k a line)][rows][64], so that one
  * pointer and constant distances reach every row. Each output is summed over k in runs of one fixed
@@ -21,6 +25,7 @@
 #include "vec.h"
 
 #define LG_PANEL 32
+#define LG_GATED 16 /* outputs of a gated panel */
 #define LG_LINE 64
 
 /* The accumulators of a tile, LG_TILE_ROWS x 32 floats, must fit into the registers. */
@@ -78,10 +83,13 @@ LG_INLINE lg_fvec lg_fvec_from_f16(const uint16_t *p) {
 #endif
 }
 
+/* What becomes of a sum: it is written, added to `out`, or of a gated weight and activated. */
+enum { LG_WRITE, LG_ADD, LG_SILU_MUL, LG_GELU_MUL };
+
 typedef struct {
     int64_t rows, outputs, depth; /* M, N, K */
     int64_t x_stride, out_stride;
-    int accumulate; /* out += the result */
+    int finish; /* LG_WRITE and so on */
     const float *x;
     const uint8_t *weight;
     const float *bias; /* [N] or NULL */
@@ -90,38 +98,60 @@ typedef struct {
     int64_t row_bytes; /* of a prepared row; a multiple of LG_LINE */
 } lg_gemm;
 
-/* The slots that every kind shares. n: rows, outputs, depth, stride of x, stride of out,
- * accumulate; p: x, weight, bias or NULL, out. */
+/* The slots that every kind shares. n: rows, outputs, depth, stride of x, stride of out, finish;
+ * p: x, weight, bias or NULL, out. */
 LG_INLINE lg_gemm lg_gemm_of(const lg_op *op) {
     return (lg_gemm){.rows = op->n[0],
                      .outputs = op->n[1],
                      .depth = op->n[2],
                      .x_stride = op->n[3],
                      .out_stride = op->n[4],
-                     .accumulate = op->n[5] != 0,
+                     .finish = (int)op->n[5],
                      .x = op->p[0],
                      .weight = op->p[1],
                      .bias = op->p[2],
                      .out = op->p[3]};
 }
 
+LG_INLINE int lg_gemm_is_gated(const lg_gemm *g) { return g->finish >= LG_SILU_MUL; }
+
 /* A tile's accumulators before the first k: bias, and what is in `out` where it is added to. */
 LG_INLINE void lg_gemm_begin(const lg_gemm *g, int rows, int64_t row, int64_t panel,
                              lg_fvec acc[][LG_PARTS]) {
     for (int v = 0; v < LG_PARTS; v++) {
-        const int64_t column = panel * LG_PANEL + v * LG_WIDTH, left = g->outputs - column;
+        int64_t column = panel * LG_PANEL + v * LG_WIDTH, left = g->outputs - column;
+        if (lg_gemm_is_gated(g)) {
+            const int64_t half = g->outputs / 2;
+            column = panel * LG_GATED + v * LG_WIDTH % LG_GATED;
+            left = half - column;
+            if (v * LG_WIDTH >= LG_GATED) column += half;
+        }
         lg_fvec start = {};
         if (g->bias != NULL) start = lg_fvec_load_n(g->bias + column, left);
         for (int r = 0; r < rows; r++) {
             acc[r][v] = start;
-            if (g->accumulate)
+            if (g->finish == LG_ADD)
                 acc[r][v] += lg_fvec_load_n(g->out + (row + r) * g->out_stride + column, left);
         }
     }
 }
 
+/* Writes activation(gate) * up of a gated panel's sums. */
+void lg_gemm_end_gated(const lg_gemm *g, int rows, int64_t row, int64_t panel,
+                       lg_fvec sums[][LG_PARTS]);
+
 LG_INLINE void lg_gemm_end(const lg_gemm *g, int rows, int64_t row, int64_t panel,
                            lg_fvec acc[][LG_PARTS]) {
+    if (lg_gemm_is_gated(g)) {
+        /* A copy: what a call gets the address of cannot be in registers before it either. */
+        lg_fvec sums[LG_TILE_ROWS][LG_PARTS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < LG_PARTS; v++) sums[r][v] = acc[r][v];
+        lg_gemm_end_gated(g, rows, row, panel, sums);
+        return;
+    }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < LG_PARTS; v++) {
             const int64_t column = panel * LG_PANEL + v * LG_WIDTH;

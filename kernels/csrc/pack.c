@@ -3,11 +3,11 @@
 
 #define BLOCK 16 /* elements of a row that are moved at once: a line of words */
 
-/* Transposes one panel. `size`: of an element in bytes; the row's last one may be incomplete. */
-LG_INLINE void pack_panel(int size, const uint8_t *from, int64_t stride, int64_t rows,
-                          int64_t row_bytes, uint8_t *to) {
+/* Transposes rows into the outputs of a panel from the first one on at `to`. `size`: of an element in
+ * bytes; the row's last one may be incomplete. */
+LG_INLINE void pack_rows(int size, const uint8_t *from, int64_t stride, int64_t rows,
+                         int64_t row_bytes, uint8_t *to) {
     const int64_t elements = (row_bytes + size - 1) / size;
-    if (rows < LG_PANEL) memset(to, 0, (size_t)(elements * LG_PANEL * size));
     for (int64_t first = 0; first < elements; first += BLOCK) {
         const int64_t left = row_bytes - first * size;
         for (int64_t r = 0; r < rows; r++) {
@@ -26,18 +26,22 @@ LG_INLINE void pack_panel(int size, const uint8_t *from, int64_t stride, int64_t
 
 LG_INLINE void pack(int size, const lg_op *op, lg_team *team) {
     const int64_t rows = op->n[0], row_bytes = op->n[1], stride = op->n[2];
+    /* A gated weight is two matrices, and a panel half of each. */
+    const int64_t parts = op->n[3] ? 2 : 1, width = LG_PANEL / parts, part_rows = rows / parts;
     const int64_t panel_bytes = (row_bytes + size - 1) / size * size * LG_PANEL;
     const int64_t panels = (rows + LG_PANEL - 1) / LG_PANEL;
     for (int64_t panel; (panel = lg_take(team, 0, panels)) >= 0;) {
-        const int64_t left = rows - panel * LG_PANEL;
-        pack_panel(size, (const uint8_t *)op->p[0] + panel * LG_PANEL * stride, stride,
-                   left < LG_PANEL ? left : LG_PANEL, row_bytes,
-                   (uint8_t *)op->p[1] + panel * panel_bytes);
+        const int64_t first = panel * width, left = part_rows - first;
+        uint8_t *to = (uint8_t *)op->p[1] + panel * panel_bytes;
+        if (left < width) memset(to, 0, (size_t)panel_bytes);
+        for (int64_t part = 0; part < parts; part++)
+            pack_rows(size, (const uint8_t *)op->p[0] + (part * part_rows + first) * stride, stride,
+                      left < width ? left : width, row_bytes, to + part * width * size);
     }
 }
 
 /* Words of 4 bytes (every kind but f16), half-words of 2 (f16, and scales), bytes (zero points).
- * n: rows, bytes a row, stride of the rows in bytes; p: from, to. */
+ * n: rows, bytes a row, stride of the rows in bytes, whether gated; p: from, to. */
 LG_API void lg_pack_words(const lg_op *op, lg_team *team) { pack(4, op, team); }
 LG_API void lg_pack_halves(const lg_op *op, lg_team *team) { pack(2, op, team); }
 LG_API void lg_pack_bytes(const lg_op *op, lg_team *team) { pack(1, op, team); }

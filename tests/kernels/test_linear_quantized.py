@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized_weights import OFFSETS, random_quantized
-from torch import Tensor
+from quantized_weights import OFFSETS, random_quantized, rounded
 
 from legato.kernels import native
 from legato.kernels.linear import linear, pack_weight
@@ -22,18 +21,6 @@ ACTIVATION_GROUP = {16: 16, 32: 32, 64: 64, 96: 32, 128: 128, 256: 128}
 def packed(weight: QuantizedWeight) -> PackedWeight:
     result = pack_weight(weight)
     assert isinstance(result, PackedWeight)
-    return result
-
-
-def rounded(x: Tensor, group: int) -> Tensor:
-    """x [T, K] as the kernels see it: 8 bits with one fp32 scale a group. fp64."""
-    result = torch.zeros(x.shape, dtype=torch.float64)
-    for first in range(0, x.shape[1], group):
-        part = x[:, first : first + group]
-        most = part.abs().amax(1, keepdim=True)
-        # As products of fp64 are exact, this rounds once, like a fused multiply and add.
-        q = (part.double() * (torch.tensor(127.0) / most).double()).round()
-        result[:, first : first + group] = q * (most / torch.tensor(127.0)).double()
     return result
 
 

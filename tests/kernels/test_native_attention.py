@@ -207,6 +207,27 @@ def test_prefill_gives_the_same_bits_in_chunks_in_company_and_as_decode(
         assert torch.equal(attend(one), whole[position : position + 1])
 
 
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 33])
+def test_few_query_rows_give_the_same_bits_as_many(
+    kv_dtype: torch.dtype, window: int | None
+) -> None:
+    """Two to six rows are multiplied without packing the keys, others are not."""
+    for group, head_dim in ((1, 6), (2, 34), (3, 64), (4, 80), (5, 128), (6, 96), (1, 256)):
+        case = make_case(
+            context_lens=[70],
+            num_queries=[70],
+            num_heads=2 * group,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            kv_dtype=kv_dtype,
+            window=window,
+        )
+        whole = attend(case)
+        for start, end in ((0, 1), (1, 3), (31, 32), (62, 65), (69, 70)):
+            assert torch.equal(attend(chunk(case, start, end)), whole[start:end])
+
+
 def test_a_long_context_with_too_many_partials_gives_the_same_bits() -> None:
     # 40 sequences of one huge context share their pages: beyond what partials may take.
     length, num_sequences = 16 * 1024, 40

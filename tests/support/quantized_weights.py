@@ -34,3 +34,15 @@ def random_quantized(
     }
     values = q if bits == 8 else q[:, 0::2] | q[:, 1::2] << 4
     return QuantizedWeight(bits, size_in, group_size, values, scales, by_offsets[offsets])
+
+
+def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [T, K] as the kernels see it: 8 bits with one fp32 scale a group. fp64."""
+    result = torch.zeros(x.shape, dtype=torch.float64)
+    for first in range(0, x.shape[1], group):
+        part = x[:, first : first + group]
+        most = part.abs().amax(1, keepdim=True)
+        # As products of fp64 are exact, this rounds once, like a fused multiply and add.
+        q = (part.double() * (torch.tensor(127.0) / most).double()).round()
+        result[:, first : first + group] = q * (most / torch.tensor(127.0)).double()
+    return result

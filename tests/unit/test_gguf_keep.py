@@ -159,7 +159,7 @@ def test_what_load_time_modes_make_of_a_model(
     packed: list[object] = []
     monkeypatch.setattr(
         "legato.worker.weights.weight_reader.pack_weight",
-        lambda weight: packed.append(weight) or weight,
+        lambda weight, **_: packed.append(weight) or weight,
     )
     folder = make_llama_folder(tmp_path / "m", tie_word_embeddings=True, hidden_size=72)
     plain = run(folder, "auto")

@@ -25,8 +25,8 @@ CPU_PIECE_TOKENS = 512
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Made once a forward; nothing else is allocated on the way, so that it can be recorded as a
-    list of kernels and run again.
+    """Made once a forward; with the CPU's kernels nothing else is allocated on the way, so that it
+    can be recorded as a list of them and run again.
     """
 
     batch: ForwardBatch
@@ -35,22 +35,15 @@ class ForwardPass:
     hidden: Tensor  # [T, hidden_size], what a block reads, and then what it adds to the residual
     qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     attended: Tensor  # [T, num_heads, head_dim]
-    inner: Tensor  # [P, intermediate_size, twice that where it is gated], P <= T
-    activated: Tensor  # [P, intermediate_size]; of an MLP without gate: inner itself
+    inner: Tensor  # [P, intermediate_size], P <= T, the input of an MLP's second half
     last: Tensor  # [R, hidden_size], rows whose logits are wanted
     logits: Tensor  # [R, vocab_size] fp32
 
     @classmethod
     def begin(
-        cls,
-        config: ModelConfig,
-        batch: ForwardBatch,
-        cache: KvCache,
-        dtype: torch.dtype,
-        *,
-        gated: bool = True,
+        cls, config: ModelConfig, batch: ForwardBatch, cache: KvCache, dtype: torch.dtype
     ) -> ForwardPass:
-        """`dtype` is that of the activations, `gated` says what MLP the model has."""
+        """`dtype` is that of the activations."""
         num_tokens, num_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         device = batch.token_ids.device
 
@@ -59,7 +52,6 @@ class ForwardPass:
 
         num_heads = config.num_heads + 2 * config.num_kv_heads
         piece = min(num_tokens, CPU_PIECE_TOKENS) if device.type == "cpu" else num_tokens
-        inner = buffer(piece, config.intermediate_size * (2 if gated else 1))
         return cls(
             batch=batch,
             cache=cache,
@@ -67,19 +59,17 @@ class ForwardPass:
             hidden=buffer(num_tokens, config.hidden_size),
             qkv=buffer(num_tokens, num_heads * config.head_dim),
             attended=buffer(num_tokens, config.num_heads, config.head_dim),
-            inner=inner,
-            activated=buffer(piece, config.intermediate_size) if gated else inner,
+            inner=buffer(piece, config.intermediate_size),
             last=buffer(num_rows, config.hidden_size),
             logits=batch.empty(num_rows, config.vocab_size, dtype=torch.float32, device=device),
         )
 
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The tokens of `hidden`, `inner` and `activated` that an MLP takes at a time."""
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tokens of `hidden` and `inner` that an MLP takes at a time."""
         size = self.inner.shape[0]
         for start in range(0, self.hidden.shape[0], size):
             hidden = self.hidden[start : start + size]
-            count = hidden.shape[0]
-            yield hidden, self.inner[:count], self.activated[:count]
+            yield hidden, self.inner[: hidden.shape[0]]
 
     @property
     def wants_logits(self) -> bool:

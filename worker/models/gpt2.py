@@ -80,10 +80,10 @@ class Gpt2Layer:
         self.attention(run, None)
         norm = self.post_attention_norm
         add_layer_norm(hidden, run.residual, norm.weight, norm.bias, norm.eps, out=hidden)
-        for piece, inner, activated in run.pieces():
+        for piece, inner in run.pieces():
             self.up(piece, inner)
-            gelu(inner, out=activated)
-            self.down(activated, piece)
+            gelu(inner, out=inner)
+            self.down(inner, piece)
 
 
 class Gpt2Model:
@@ -105,7 +105,7 @@ class Gpt2Model:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
         """Writes K and V of all T tokens at their slots; returns logits [R, vocab_size] fp32."""
-        run = ForwardPass.begin(self.config, batch, cache, self._dtype, gated=False)
+        run = ForwardPass.begin(self.config, batch, cache, self._dtype)
         self._vocabulary.embed(batch.token_ids, run.residual)
         take_rows(self._positions, batch.positions, run.residual, add=True)
         for layer in self._layers:

@@ -50,22 +50,23 @@ class WeightReader:
         self._on_progress = on_progress
         self._num_read = 0
 
-    def matrix(self, *names: str, transposed: bool = False) -> Weight:
+    def matrix(self, *names: str, transposed: bool = False, gated: bool = False) -> Weight:
         """The weights of a linear layer, [out, in]: all of them come this way.
 
         Args:
             names: projections of the same input, which become one matrix, one below the other;
                 without ".weight".
             transposed: the file has them [in, out].
+            gated: they are a gate and what it is multiplied with, for `gated_linear`.
         """
         tensors = [f"{name}.weight" for name in names]
         kept = None if transposed else self._kept(tensors)
         if kept is not None:
             for _ in tensors:
                 self._count()
-            return pack_weight(kept)
+            return pack_weight(kept, gated=gated)
         matrix = self._stacked(tensors, transposed)
-        return pack_weight(self._form.of(tensors, matrix, self.dtype))
+        return pack_weight(self._form.of(tensors, matrix, self.dtype), gated=gated)
 
     def bias(self, *names: str) -> Tensor | None:
         """The biases that belong to `matrix(*names)`; None where the model has none."""
