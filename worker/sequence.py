@@ -49,6 +49,8 @@ class Sequence:
     params: SamplingParams
     eos_token_ids: frozenset[int]
     num_computed: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks; [] where none are
+    num_cached: int = 0  # of `num_computed`, those that were found in the prefix cache
     num_unread: int = 0  # 0 or 1
     finish_reason: FinishReason | None = None
     lease: BlockLease | None = None
