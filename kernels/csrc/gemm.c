@@ -76,8 +76,12 @@ void lg_gemm_run(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,
         const int64_t block = task % blocks;
         for (int64_t t = tiles * block / blocks; t < tiles * (block + 1) / blocks; t++) {
             const int64_t row = tile_begin(g, t, tiles), end = tile_begin(g, t + 1, tiles);
-            for (int64_t panel = first; panel < last; panel++)
-                multiply(g, kind, row, (int)(end - row), prepared + row * g->row_bytes, panel);
+            const uint8_t *from = prepared + row * g->row_bytes;
+            int64_t panel = first;
+            if (g->multiply_two != NULL)
+                for (; panel + 1 < last; panel += 2)
+                    g->multiply_two(g, kind, row, (int)(end - row), from, panel);
+            for (; panel < last; panel++) multiply(g, kind, row, (int)(end - row), from, panel);
         }
     }
 }

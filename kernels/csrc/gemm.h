@@ -86,7 +86,13 @@ LG_INLINE lg_fvec lg_fvec_from_f16(const uint16_t *p) {
 /* What becomes of a sum: it is written, added to `out`, or of a gated weight and activated. */
 enum { LG_WRITE, LG_ADD, LG_SILU_MUL, LG_GELU_MUL };
 
-typedef struct {
+typedef struct lg_gemm lg_gemm;
+
+/* Prepared rows [row, row + rows) times one panel. */
+typedef void (*lg_gemm_multiply)(const lg_gemm *g, const void *kind, int64_t row, int rows,
+                                 const uint8_t *prepared, int64_t panel);
+
+struct lg_gemm {
     int64_t rows, outputs, depth; /* M, N, K */
     int64_t x_stride, out_stride;
     int finish; /* LG_WRITE and so on */
@@ -96,7 +102,8 @@ typedef struct {
     float *out;
     int64_t panel_bytes;
     int64_t row_bytes; /* of a prepared row; a multiple of LG_LINE */
-} lg_gemm;
+    lg_gemm_multiply multiply_two; /* times that panel and the next one; NULL: there is none */
+};
 
 /* The slots that every kind shares. n: rows, outputs, depth, stride of x, stride of out, finish;
  * p: x, weight, bias or NULL, out. */
@@ -163,9 +170,6 @@ LG_INLINE void lg_gemm_end(const lg_gemm *g, int rows, int64_t row, int64_t pane
 /* Brings rows [row, row + rows) of x into the form that `multiply` reads. */
 typedef void (*lg_gemm_prepare)(const lg_gemm *g, const void *kind, int64_t row, int rows,
                                 uint8_t *to);
-/* Those rows times one panel. */
-typedef void (*lg_gemm_multiply)(const lg_gemm *g, const void *kind, int64_t row, int rows,
-                                 const uint8_t *prepared, int64_t panel);
 
 /* Prepares all tiles and multiplies them with all panels, on the whole team. */
 void lg_gemm_run(const lg_gemm *g, const void *kind, lg_gemm_prepare prepare,

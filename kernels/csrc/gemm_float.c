@@ -119,6 +119,81 @@ LG_INLINE void multiply(int type, int rows, const lg_gemm *g, int64_t row, const
     lg_gemm_end(g, rows, row, panel, sum);
 }
 
+#if defined(__AVX512BF16__)
+/* acc[r] = the first `rows` of a prepared tile of `tile_rows`, times `steps` words of two panels. */
+LG_INLINE void multiply_run(int rows, int tile_rows, int64_t steps, const uint8_t *a,
+                            const uint8_t *left, const uint8_t *right, lg_fvec acc[][4]) {
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 4; v++) acc[r][v] = (lg_fvec){};
+    for (; steps > 0; steps -= BF16_LINE_STEPS, a += tile_rows * LG_LINE) {
+        const uint8_t *end = a + 4 * (steps < BF16_LINE_STEPS ? steps : BF16_LINE_STEPS);
+        for (const uint8_t *x = a; x < end; x += 4, left += LG_PANEL * 4, right += LG_PANEL * 4) {
+            const lg_ivec w[4] = {lg_ivec_load(left), lg_ivec_load(left + LG_LINE),
+                                  lg_ivec_load(right), lg_ivec_load(right + LG_LINE)};
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, x + r * LG_LINE, sizeof pair);
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++)
+                    acc[r][v] = (lg_fvec)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)w[v], both);
+            }
+        }
+    }
+}
+
+LG_INLINE void add_run(int rows, lg_fvec sums[][LG_TILE_ROWS][LG_PARTS], lg_fvec acc[][4]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) sums[v / 2][r][v % 2] += acc[r][v];
+}
+
+/* `rows` of a tile times two panels, with the bits of `multiply`. */
+LG_INLINE void multiply_wide(int rows, int tile_rows, const lg_gemm *g, int64_t row,
+                             const uint8_t *a, int64_t panel) {
+    const int64_t steps = (g->depth + 1) / 2, run_steps = BF16_RUN_DEPTH / 2;
+    const uint8_t *left = g->weight + panel * g->panel_bytes, *right = left + g->panel_bytes;
+    lg_fvec sums[2][LG_TILE_ROWS][LG_PARTS], acc[6][4];
+    if (steps <= run_steps) { /* the sums are not in memory meanwhile */
+        multiply_run(rows, tile_rows, steps, a, left, right, acc);
+        for (int p = 0; p < 2; p++) lg_gemm_begin(g, rows, row, panel + p, sums[p]);
+        add_run(rows, sums, acc);
+    } else {
+        for (int p = 0; p < 2; p++) lg_gemm_begin(g, rows, row, panel + p, sums[p]);
+        for (int64_t run = 0; run < steps; run += run_steps) {
+            const int64_t count = steps - run < run_steps ? steps - run : run_steps;
+            multiply_run(rows, tile_rows, count, a + run / BF16_LINE_STEPS * tile_rows * LG_LINE,
+                         left + run * LG_PANEL * 4, right + run * LG_PANEL * 4, acc);
+            add_run(rows, sums, acc);
+        }
+    }
+    for (int p = 0; p < 2; p++) lg_gemm_end(g, rows, row, panel + p, sums[p]);
+}
+
+/* Half a tile at a time, times two panels: as many accumulators as of a whole tile and one panel, and
+ * 10 loads for each 24 products where there were 14. A prompt is 2 % quicker, and 4 % while the
+ * processor saves power. */
+static void multiply_two_bf16(const lg_gemm *g, const void *kind, int64_t row, int rows,
+                              const uint8_t *a, int64_t panel) {
+    (void)kind;
+    for (int first = 0; first < rows; first += 6) {
+        const uint8_t *from = a + first * LG_LINE;
+        switch (rows - first) {
+            case 1: multiply_wide(1, rows, g, row + first, from, panel); break;
+            case 2: multiply_wide(2, rows, g, row + first, from, panel); break;
+            case 3: multiply_wide(3, rows, g, row + first, from, panel); break;
+            case 4: multiply_wide(4, rows, g, row + first, from, panel); break;
+            case 5: multiply_wide(5, rows, g, row + first, from, panel); break;
+            default: multiply_wide(6, rows, g, row + first, from, panel);
+        }
+    }
+}
+#else
+#define multiply_two_bf16 NULL
+#endif
+
 #define CALL(R) multiply(TYPE, R, g, row, a, panel)
 #define DEFINE(NAME)                                                                        \
     static void NAME(const lg_gemm *g, const void *kind, int64_t row, int rows,             \
@@ -151,6 +226,7 @@ LG_API void lg_linear_bf16(const lg_op *op, lg_team *team) {
     lg_gemm g = lg_gemm_of(op);
     g.panel_bytes = (g.depth + 1) / 2 * LG_PANEL * 4;
     g.row_bytes = lines(g.depth, BF16_LINE_STEPS * 2);
+    g.multiply_two = multiply_two_bf16;
     lg_gemm_run(&g, NULL, prepare_bf16, multiply_bf16, team);
 }
 
