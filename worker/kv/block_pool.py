@@ -210,6 +210,23 @@ class BlockPool:
         with self._lock:
             return self._is_writable(block)
 
+    def make_writable(self, block: int) -> bool:
+        """Forgets a held block's hash, if the caller holds the only reference to it.
+
+        Returns:
+            Whether the caller may change it now; where not, nothing has changed.
+
+        Raises:
+            ValueError: the block is not held.
+        """
+        with self._lock:
+            self._check_held([block], "made writable")
+            if self._references[block] > 1:
+                return False
+            if block in self._hash_of:
+                self._unregister(block)
+            return True
+
     def replace(self, block: int) -> int | None:
         """The block to write to in place of this held one: copy on write.
 

@@ -1,0 +1,300 @@
+"""CapacityLedger: who has a claim on the KV pool, how far it may grow, and who may come in."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from legato.worker.kv.block_pool import blocks_for
+from legato.worker.priority import Priority
+from legato.worker.scheduling.growth import Growth, peak_blocks
+from legato.worker.scheduling.output_lengths import OutputLengths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
+    from legato.worker.kv.block_pool import BlockPool
+
+
+class AdmissionMode(Enum):
+    """What a newcomer must find room for."""
+
+    EXPECTED = "expected"  # its prompt and its expected answer
+    RESERVE = "reserve"  # its prompt and max_tokens, promised: nobody is ever preempted
+
+
+@dataclass(frozen=True)
+class AdmissionRule:
+    """`risk`: the share of answers that may turn out longer than expected."""
+
+    mode: AdmissionMode = AdmissionMode.EXPECTED
+    risk: float = 0.3
+    max_preemptions: int = 3  # one preempted so often is expected to need all it may need
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.risk < 1:
+            raise ValueError(f"risk must be in [0, 1), got {self.risk}")
+        if self.max_preemptions < 1:
+            raise ValueError(f"max_preemptions must be at least 1, got {self.max_preemptions}")
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """What a request asks for. `max_rows` - `max_tokens` rows are there before the first token."""
+
+    rows: int  # of KV that will be handed over
+    max_rows: int
+    max_tokens: int
+    priority: Priority = Priority.INTERACTIVE
+    num_preemptions: int = 0  # it was here before, and was returned
+    num_answers: int = 1  # that share the full blocks of `rows`
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rows <= self.max_rows:
+            raise ValueError(f"rows must be in [1, max_rows {self.max_rows}], got {self.rows}")
+        if not 1 <= self.max_tokens <= self.max_rows + 1:
+            raise ValueError(
+                f"max_tokens must be in [1, max_rows + 1 = {self.max_rows + 1}], "
+                f"got {self.max_tokens}"
+            )
+        if self.num_answers < 1:
+            raise ValueError(f"num_answers must be at least 1, got {self.num_answers}")
+
+
+@dataclass(eq=False)
+class Claim:
+    """One sequence's hold on the pool, from its admission to its end.
+
+    Changed by the ledger, and by the scheduler that runs the sequence.
+    """
+
+    priority: Priority
+    rows: int  # of KV, there or on their way
+    max_rows: int
+    max_tokens: int
+    num_preemptions: int
+    own_blocks: int  # bound or promised for it alone: what its end gives back
+    num_shared_blocks: int  # that others may refer to as well: not given back at its end
+    promised: int  # of its own, those that the pool has yet to give
+    swapped: bool = False
+    withdrawn: bool = False
+
+
+class NeverFitsError(Exception):
+    """More blocks than the pool has."""
+
+
+class NoRoomNowError(Exception):
+    """Not beside those that are there at present."""
+
+
+class CapacityLedger:
+    """Used by the event loop, which admits, and by the engine thread, which grows and ends.
+
+    With `EXPECTED`, a newcomer enters when the pool has the blocks for its rows and, by what
+    answers were like of late, at no later moment everybody's blocks exceed the pool: those that
+    run, those whose KV is arriving, and those that were swapped out and will return. Those of
+    lower priority count only with what they hold, for they will yield; one that was preempted
+    `max_preemptions` times yields no more and counts in full. Each preemption halves the risk
+    taken with a sequence, and at `max_preemptions` it is taken for as long as it may get.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        rule: AdmissionRule,
+        lengths: OutputLengths | None = None,
+    ) -> None:
+        self.rule = rule
+        self.block_size = block_size
+        self._pool = pool
+        self._lengths = lengths if lengths is not None else OutputLengths()
+        self._claims: dict[Claim, None] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def admit(self, newcomer: Newcomer, ahead: Iterable[Newcomer] = ()) -> list[Claim]:
+        """One claim for each answer; the pool has promised their blocks.
+
+        `ahead`: those that wait and must not be delayed: for a batch newcomer, the interactive
+        ones. Of n answers, the first claim counts the shared blocks.
+
+        Raises:
+            NeverFitsError, NoRoomNowError: and nothing is promised.
+        """
+        with self._lock:
+            most = self._strict_blocks(newcomer)
+            if most > self._pool.total:
+                raise NeverFitsError(
+                    f"{newcomer.max_rows} rows of KV (for each of {newcomer.num_answers} answers) "
+                    f"need {most} blocks of {self.block_size} tokens; "
+                    f"this worker has {self._pool.total} in all"
+                )
+            claims = self._claims_of(newcomer)
+            now = sum(claim.promised for claim in claims)
+            available = self._pool.usage().available
+            if self.rule.mode is AdmissionMode.RESERVE:
+                wanted = now + sum(self._strict_blocks(other) for other in ahead)
+            else:
+                wanted = now
+            if wanted > available:
+                raise NoRoomNowError(f"{wanted} blocks are needed now; {available} are available")
+            if self.rule.mode is AdmissionMode.EXPECTED:
+                peak = self._peak_with(newcomer, ahead)
+                if peak > self._pool.total:
+                    raise NoRoomNowError(
+                        f"{peak} blocks are expected to be needed at one time; "
+                        f"this worker has {self._pool.total}"
+                    )
+            if not self._pool.reserve(now):
+                raise NoRoomNowError(f"{now} blocks are needed now; others were quicker")
+            self._claims.update(dict.fromkeys(claims))
+            return claims
+
+    def bind(self, claim: Claim, block_hashes: SequenceOf[bytes] = ()) -> tuple[list[int], int]:
+        """Turns the promise for the rows that will be handed over into blocks.
+
+        Of a request with several answers only the first claim's; the others' follow when they are
+        forked from it (`bind_fork`).
+
+        Returns:
+            The blocks in order, and how many first ones the pool had already: their rows need not
+            be sent.
+        """
+        with self._lock:
+            count = self._landing_blocks(claim.rows, claim.max_rows)
+            bound = self._pool.acquire_reserved(block_hashes, count, count)
+            assert bound is not None, "a promise was not kept"
+            blocks, num_found = bound
+            claim.promised -= count
+            claim.own_blocks -= max(0, num_found - claim.num_shared_blocks)
+            claim.num_shared_blocks = max(num_found, claim.num_shared_blocks)
+            return blocks, num_found
+
+    def bind_fork(self, claim: Claim) -> list[int]:
+        """The blocks behind the shared ones, of an answer that goes on from another's rows."""
+        with self._lock:
+            count = self._landing_blocks(claim.rows, claim.max_rows) - claim.num_shared_blocks
+            claim.promised -= count
+            return self._pool.allocate_reserved(count)
+
+    def take_promised(self, claim: Claim) -> int | None:
+        """One more of the blocks that were promised; None where none is left."""
+        with self._lock:
+            if claim.promised == 0:
+                return None
+            claim.promised -= 1
+            return self._pool.allocate_reserved(1)[0]
+
+    def withdraw(self, claim: Claim) -> None:
+        """The sequence has ended, or left. Its blocks are freed by who holds them. Idempotent."""
+        with self._lock:
+            if claim.withdrawn:
+                return
+            claim.withdrawn = True
+            del self._claims[claim]
+            self._pool.unreserve(claim.promised)
+            claim.promised = 0
+
+    def record(self, num_tokens: int) -> None:
+        """An answer has come to its end."""
+        with self._lock:
+            self._lengths.record(num_tokens)
+
+    def may_return(self, claim: Claim, freed: int = 0) -> bool:
+        """Whether a swapped sequence fits beside those that are there, were `freed` blocks free.
+
+        Other swapped ones do not count: it is the first of them.
+        """
+        with self._lock:
+            peak = self._peak(claim.priority, [self._growth(claim)], 0, with_swapped=False)
+            return peak - freed <= self._pool.total
+
+    def may_enter(self, newcomer: Newcomer, freed: int) -> bool:
+        """Whether a newcomer would be admitted, were `freed` more blocks free."""
+        with self._lock:
+            now = sum(claim.promised for claim in self._claims_of(newcomer))
+            if now > self._pool.usage().available + freed:
+                return False
+            if self.rule.mode is AdmissionMode.RESERVE:
+                return True
+            return self._peak_with(newcomer) - freed <= self._pool.total
+
+    # Below: with the lock held.
+
+    def _peak(
+        self, priority: Priority, entering: list[Growth], fixed: int, *, with_swapped: bool = True
+    ) -> int:
+        """Blocks at the worst moment to come, with `entering` there from now on.
+
+        `fixed`: blocks that come with these and do not go with them.
+        """
+        growths = list(entering)
+        usage = self._pool.usage()
+        fixed += usage.total - usage.available
+        for claim in self._claims:
+            yields = claim.priority < priority and not self._is_protected(claim)
+            if yields or (claim.swapped and not with_swapped):
+                continue
+            growths.append(self._growth(claim))
+            fixed -= claim.own_blocks  # counted with its growth instead
+        return fixed + peak_blocks(growths, self.block_size)
+
+    def _peak_with(self, newcomer: Newcomer, ahead: Iterable[Newcomer] = ()) -> int:
+        entering, fixed = [], 0
+        for each in (*ahead, newcomer):
+            fixed += self._num_shared(each)
+            entering += [self._growth(claim) for claim in self._claims_of(each)]
+        return self._peak(newcomer.priority, entering, fixed)
+
+    def _growth(self, claim: Claim) -> Growth:
+        return Growth(claim.rows, self._expected_rows(claim), claim.num_shared_blocks)
+
+    def _expected_rows(self, claim: Claim) -> int:
+        if self._is_protected(claim):
+            return claim.max_rows
+        prompt_rows = claim.max_rows - claim.max_tokens
+        quantile = 1 - self.rule.risk / 2**claim.num_preemptions
+        emitted = claim.rows - prompt_rows
+        return prompt_rows + self._lengths.expected(claim.max_tokens, emitted, quantile)
+
+    def _is_protected(self, claim: Claim) -> bool:
+        return claim.num_preemptions >= self.rule.max_preemptions
+
+    def _landing_blocks(self, rows: int, max_rows: int) -> int:
+        """With room for the first step's row: it shall not need another's block at once."""
+        return blocks_for(min(rows + 1, max_rows), self.block_size)
+
+    def _num_shared(self, newcomer: Newcomer) -> int:
+        return newcomer.rows // self.block_size if newcomer.num_answers > 1 else 0
+
+    def _strict_blocks(self, newcomer: Newcomer) -> int:
+        shared = self._num_shared(newcomer)
+        own = blocks_for(newcomer.max_rows, self.block_size) - shared
+        return shared + newcomer.num_answers * own
+
+    def _claims_of(self, newcomer: Newcomer) -> list[Claim]:
+        """Claims whose promises the pool has yet to make."""
+        strict = self.rule.mode is AdmissionMode.RESERVE
+        landing = self._landing_blocks(newcomer.rows, newcomer.max_rows)
+        blocks = blocks_for(newcomer.max_rows, self.block_size) if strict else landing
+        shared = self._num_shared(newcomer)
+        return [
+            Claim(
+                priority=newcomer.priority,
+                rows=newcomer.rows,
+                max_rows=newcomer.max_rows,
+                max_tokens=newcomer.max_tokens,
+                num_preemptions=newcomer.num_preemptions,
+                own_blocks=blocks - shared,
+                num_shared_blocks=shared,
+                promised=blocks - (shared if answer else 0),
+            )
+            for answer in range(newcomer.num_answers)
+        ]

@@ -1,0 +1,396 @@
+"""CapacityScheduler: which sequences decode next, and who yields when KV blocks run out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from legato.worker.kv.block_pool import blocks_for
+from legato.worker.priority import Priority
+from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn, SwapOut
+from legato.worker.scheduling.step import StepPart
+from legato.worker.sequence import FinishReason, SequenceState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
+    from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.kv.block_pool import BlockPool
+    from legato.worker.scheduling.capacity import CapacityLedger, Claim, Newcomer
+    from legato.worker.sequence import Sequence
+
+# A batch sequence that lies swapped out this long counts as interactive from then on, so that a
+# steady stream of those cannot keep it out for ever. As in the router's queue.
+BATCH_AGEING_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    slots: list[int]  # of the host's memory, in the order of the sequence's blocks
+    since: float
+
+
+class CapacityScheduler:
+    """Every sequence takes part in every step, as far as blocks and `max_batch_size` allow.
+
+    Blocks are taken one by one, when a row is about to need them. Where too few are left, victims
+    yield until the others can go on: of those not protected the one of the lowest priority, of
+    these the newest; the oldest of the highest priority never yields, so that one always gets to
+    its end. A sequence is protected once it was preempted `max_preemptions` times: then it yields
+    only when all others are protected too. A victim's KV goes to the host's memory; where there is
+    no room for it, the victim is returned, to be computed anew elsewhere.
+
+    Against thrashing: a decision that preempts for want of blocks brings nobody back; who comes
+    back must fit beside what all are expected to grow, at a risk that halves with each of its
+    preemptions; they come back oldest first and none passes another; newcomers are admitted only
+    beside those that have yet to come back; and a step's wait is preferred where blocks are about
+    to be given back anyway.
+
+    `schedule`, `commit` when the step is started, `settle` when the device has finished it; the
+    next may be scheduled before the last is settled. Used by the engine thread; the pool and the
+    ledger are shared with the event loop, which may take blocks at any moment: then sequences
+    sit out a step.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        ledger: CapacityLedger,
+        max_batch_size: int,
+        host_pool: BlockPool | None = None,
+    ) -> None:
+        """`host_pool`: slots of one block each in the host's memory; None: nobody is swapped."""
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        self._pool = pool
+        self._ledger = ledger
+        self._block_size = ledger.block_size
+        self._max_batch_size = max_batch_size
+        self._host_pool = host_pool
+        # Dicts, for order and for quick removal from the middle.
+        self._waiting: dict[Sequence, None] = {}
+        self._running: dict[Sequence, None] = {}
+        self._swapped: dict[Sequence, _Swapped] = {}
+        self._wanted: list[Newcomer] = []
+        self._forks: list[BlockCopy] = []  # to run with the next decision
+        self._unsettled: list[Decision] = []
+        self._preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences whose KV is here and that wait for a place in the batch."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose KV is in the host's memory."""
+        return len(self._swapped)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Victims so far, swapped or returned."""
+        return self._preemptions
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """0: prompts are not computed here."""
+        return 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence whose KV has landed: all but its last token's."""
+        assert sequence.num_computed == len(sequence.token_ids) - 1
+        claim = _claim(sequence)
+        assert claim.rows == sequence.num_computed, "the claim is another's"
+        assert claim.rows <= len(_lease(sequence).blocks) * self._block_size, "rows without blocks"
+        self._waiting[sequence] = None
+
+    def fork(self, sequence: Sequence, lease: BlockLease, own_blocks: SequenceOf[int]) -> None:
+        """Takes a further answer to the prompt whose rows have landed in `lease`.
+
+        The full blocks are shared, which the caller has told the pool; `own_blocks`
+        (`CapacityLedger.bind_fork`) follow them in the sequence's own lease. The rows of the
+        prompt's last, partial block are copied before the next step.
+        """
+        num_full, rest = divmod(sequence.num_computed, self._block_size)
+        if rest:
+            source = lease.blocks[num_full]
+            self._pool.share([source])  # until the copy is done
+            self._forks.append(BlockCopy(source, own_blocks[0]))
+        self.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Drops a sequence wherever it stands; the caller releases its lease."""
+        if sequence.state is SequenceState.DONE:
+            return
+        if sequence.state is SequenceState.SWAPPED:
+            self._free_slots(self._swapped.pop(sequence).slots)
+        elif sequence.state is SequenceState.WAITING:
+            del self._waiting[sequence]
+        else:
+            del self._running[sequence]
+        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._ledger.record(sequence.num_output_tokens)
+        self._ledger.withdraw(_claim(sequence))
+        sequence.move_to(SequenceState.DONE)
+
+    def note_waiting(self, wanted: SequenceOf[Newcomer]) -> None:
+        """Who waits to be admitted, the first first: sequences of lower priority make room."""
+        self._wanted = list(wanted)
+
+    def schedule(self, now: float) -> Decision | None:
+        """One new token for each sequence that can have one; None where there is nothing to do.
+
+        A sequence whose last token is on its way takes no part.
+        """
+        self._age(now)
+        plan = Decision([], [], copies=self._forks)
+        plan.free_after.extend([copy.source] for copy in self._forks)
+        self._forks = []
+        takers = [s for s in self._running if not s.ends_unread]
+        hand: list[int] = []  # blocks of victims that are given out again here
+        preempted = self._make_room(takers, plan, hand, now)
+        ready = self._grow(takers, hand)
+        if not preempted:
+            self._make_room_above(plan, hand, now)
+            ready = [s for s in ready if s.state is SequenceState.RUNNING]
+            self._fill_batch(plan, hand, ready)
+        else:
+            self._join_waiting(plan, hand, ready)
+        plan.parts.extend(StepPart(sequence, 1) for sequence in ready)
+        plan.free_after.extend([block] for block in hand)
+        if not (plan.parts or plan.copies or plan.swap_outs or plan.swap_ins or plan.returned):
+            return None
+        self._unsettled.append(plan)
+        return plan
+
+    def commit(self, decision: Decision) -> None:
+        """Notes the row of KV that each sequence gained."""
+        for part in decision.parts:
+            part.sequence.num_computed += 1
+            _claim(part.sequence).rows += 1
+
+    def settle(self, decision: Decision) -> None:
+        """The device has done it all: gives back the blocks of those that yielded."""
+        assert self._unsettled[0] is decision, "settled out of order"
+        del self._unsettled[0]
+        for blocks in decision.free_after:
+            self._pool.free(blocks)
+
+    # Who yields.
+
+    def _make_room(
+        self, takers: list[Sequence], plan: Decision, hand: list[int], now: float
+    ) -> bool:
+        """Preempts until the rest of `takers` can get a block each; whether anyone was."""
+        coming = self._num_blocks_coming()
+        preempted = False
+        while True:
+            needed = sum(self._needs_block(s) and not _claim(s).promised for s in takers)
+            available = self._pool.usage().available
+            if needed <= available + len(hand) + coming:
+                return preempted
+            victim = self._victim()
+            if victim is None:
+                return preempted
+            self._preempt(victim, plan, hand, needed - available, now)
+            preempted = True
+            if victim in takers:
+                takers.remove(victim)
+
+    def _make_room_above(self, plan: Decision, hand: list[int], now: float) -> None:
+        """Preempts for the first that lies swapped out or waits to come in, of higher priority."""
+        candidates = sorted((*self._running, *self._waiting), key=_rank, reverse=True)
+        lowest = _claim(candidates[0]).priority if candidates else Priority.INTERACTIVE
+        first = min(self._swapped, key=_rank, default=None)
+        if first is not None and _claim(first).priority > lowest:
+            priority = _claim(first).priority
+            num_blocks = self._blocks_to_return(first)
+        elif self._wanted and self._wanted[0].priority > lowest:
+            priority = self._wanted[0].priority
+            first = None
+            num_blocks = blocks_for(self._wanted[0].rows + 1, self._block_size)
+        else:
+            return
+        missing = num_blocks - self._pool.usage().available - self._num_blocks_coming()
+        victims, freed = [], 0
+        for candidate in candidates:
+            claim = _claim(candidate)
+            if freed >= missing or claim.priority >= priority:
+                break
+            if not self._is_protected(candidate) and not candidate.ends_unread:
+                victims.append(candidate)
+                freed += claim.own_blocks
+        fits = (
+            self._ledger.may_return(_claim(first), freed)
+            if first is not None
+            else self._ledger.may_enter(self._wanted[0], freed + self._num_blocks_coming())
+        )
+        if victims and freed >= missing and fits:
+            for victim in victims:
+                self._preempt(victim, plan, hand, missing if first is not None else 0, now)
+
+    def _victim(self) -> Sequence | None:
+        here = [s for s in (*self._running, *self._waiting) if not s.ends_unread]
+        if len(here) < 2:
+            return None
+        here.remove(min(here, key=_rank))  # the one that never yields
+        return max(here, key=lambda s: (not self._is_protected(s), _rank(s)))
+
+    def _is_protected(self, sequence: Sequence) -> bool:
+        return _claim(sequence).num_preemptions >= self._ledger.rule.max_preemptions
+
+    def _preempt(
+        self, victim: Sequence, plan: Decision, hand: list[int], wanted: int, now: float
+    ) -> None:
+        """Takes the victim's blocks, up to `wanted` in all into `hand`, its last ones first."""
+        claim, lease = _claim(victim), _lease(victim)
+        blocks = list(lease.blocks)
+        lease.blocks.clear()
+        for place in reversed(range(len(blocks))):
+            if len(hand) >= wanted:
+                break
+            if self._pool.make_writable(blocks[place]):
+                hand.append(blocks[place])
+        kept = set(hand)
+        plan.free_after.append([block for block in blocks if block not in kept])
+        self._preemptions += 1
+        claim.num_preemptions += 1
+        claim.own_blocks = claim.num_shared_blocks = 0
+        (self._waiting if victim.state is SequenceState.WAITING else self._running).pop(victim)
+        num_full = blocks_for(victim.num_computed, self._block_size)
+        slots = self._host_pool.allocate(num_full) if self._host_pool is not None else None
+        if slots is None:
+            victim.move_to(SequenceState.DONE)
+            self._ledger.withdraw(claim)
+            plan.returned.append(victim)
+            return
+        victim.move_to(SequenceState.SWAPPED)
+        claim.swapped = True
+        self._swapped[victim] = _Swapped(slots, now)
+        plan.swap_outs.append(SwapOut(victim, blocks[:num_full], slots))
+
+    def _num_blocks_coming(self) -> int:
+        """Blocks that the steps under way will give back: worth a step's wait."""
+        coming = sum(_claim(s).own_blocks for s in self._running if s.ends_unread)
+        for decision in self._unsettled:
+            coming += sum(len(blocks) for blocks in decision.free_after)
+            # These ended, but the device may still write to their blocks.
+            ended = (p.sequence for p in decision.parts if p.sequence.state is SequenceState.DONE)
+            coming += sum(_claim(s).own_blocks for s in ended)
+        return coming
+
+    # Who gets a block, or a place.
+
+    def _needs_block(self, sequence: Sequence) -> bool:
+        return sequence.num_computed == len(_lease(sequence).blocks) * self._block_size
+
+    def _grow(self, takers: list[Sequence], hand: list[int]) -> list[Sequence]:
+        """Those of `takers` that have a place for their next row; the oldest are served first."""
+        needy = [s for s in takers if self._needs_block(s)]
+        without = {s for s in sorted(needy, key=_rank) if not self._give_block(s, hand)}
+        return [s for s in takers if s not in without]
+
+    def _give_block(self, sequence: Sequence, hand: list[int]) -> bool:
+        claim = _claim(sequence)
+        block = self._ledger.take_promised(claim) if claim.promised else None
+        if block is None:
+            taken = [hand.pop()] if hand else self._pool.allocate(1)
+            if taken is None:
+                return False
+            [block] = taken
+            claim.own_blocks += 1
+        _lease(sequence).blocks.append(block)
+        return True
+
+    def _fill_batch(self, plan: Decision, hand: list[int], ready: list[Sequence]) -> None:
+        """Brings back and lets in, oldest of the highest priority first, while there are places.
+
+        A swapped one that does not fit holds back the other swapped ones, not those whose KV is
+        here: their blocks are of use only in the batch.
+        """
+        swapped = set(self._swapped)
+        blocked = False
+        for sequence in sorted((*swapped, *self._waiting), key=_rank):
+            if len(self._running) >= self._max_batch_size:
+                break
+            if sequence not in swapped:
+                self._join(sequence, plan, hand, ready)
+            elif not blocked:
+                blocked = not self._bring_back(sequence, plan, hand, ready)
+
+    def _join_waiting(self, plan: Decision, hand: list[int], ready: list[Sequence]) -> None:
+        for sequence in sorted(self._waiting, key=_rank):
+            if len(self._running) >= self._max_batch_size:
+                break
+            self._join(sequence, plan, hand, ready)
+
+    def _join(
+        self, sequence: Sequence, plan: Decision, hand: list[int], ready: list[Sequence]
+    ) -> None:
+        if self._needs_block(sequence) and not self._give_block(sequence, hand):
+            return
+        del self._waiting[sequence]
+        sequence.move_to(SequenceState.RUNNING)
+        self._running[sequence] = None
+        plan.joined.append(sequence)
+        ready.append(sequence)
+
+    def _bring_back(
+        self, sequence: Sequence, plan: Decision, hand: list[int], ready: list[Sequence]
+    ) -> bool:
+        if any(out.sequence is sequence for out in plan.swap_outs):
+            return False  # its KV is not in the host's memory yet
+        claim = _claim(sequence)
+        count = self._blocks_to_return(sequence)
+        if count > self._pool.usage().available + len(hand):
+            return False
+        if (self._running or self._waiting) and not self._ledger.may_return(claim, len(hand)):
+            return False
+        taken = self._pool.allocate(max(0, count - len(hand)))
+        if taken is None:
+            return False
+        while len(taken) < count:
+            taken.append(hand.pop())
+        _lease(sequence).blocks.extend(taken)
+        slots = self._swapped.pop(sequence).slots
+        claim.swapped = False
+        claim.own_blocks = count
+        plan.swap_ins.append(SwapIn(sequence, slots, taken[: len(slots)]))
+        self._free_slots(slots)  # a later decision's copies run after this one's
+        sequence.move_to(SequenceState.RUNNING)
+        self._running[sequence] = None
+        if not sequence.ends_unread:
+            ready.append(sequence)
+        return True
+
+    def _blocks_to_return(self, sequence: Sequence) -> int:
+        return blocks_for(sequence.num_computed + 1, self._block_size)
+
+    def _free_slots(self, slots: list[int]) -> None:
+        assert self._host_pool is not None, "swapped without a place to swap to"
+        self._host_pool.free(slots)
+
+    def _age(self, now: float) -> None:
+        for sequence, swapped in self._swapped.items():
+            if now - swapped.since >= BATCH_AGEING_S:
+                _claim(sequence).priority = Priority.INTERACTIVE
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """The lesser goes first and yields last."""
+    return (-_claim(sequence).priority, sequence.arrival)
+
+
+def _claim(sequence: Sequence) -> Claim:
+    assert sequence.claim is not None, "not admitted"
+    return sequence.claim
+
+
+def _lease(sequence: Sequence) -> BlockLease:
+    assert sequence.lease is not None, "scheduled without blocks"
+    return sequence.lease
