@@ -257,6 +257,11 @@ class BlockPool:
             self._returned.extend(self._cached)
             self._cached.clear()
 
+    def references(self) -> dict[int, int]:
+        """How many refer to each held block. A copy, for checks."""
+        with self._lock:
+            return dict(self._references)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in exactly one state, and all books agree."""
         with self._lock:

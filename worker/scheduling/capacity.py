@@ -119,6 +119,16 @@ class CapacityLedger:
     def __len__(self) -> int:
         return len(self._claims)
 
+    def check_can_fit(self, newcomer: Newcomer) -> None:
+        """Raises NeverFitsError, with the numbers, where an empty pool would be too small."""
+        most = self._strict_blocks(newcomer)
+        if most > self._pool.total:
+            raise NeverFitsError(
+                f"{newcomer.max_rows} rows of KV (for each of {newcomer.num_answers} answers) "
+                f"need {most} blocks of {self.block_size} tokens; "
+                f"this worker has {self._pool.total} in all"
+            )
+
     def admit(self, newcomer: Newcomer, ahead: Iterable[Newcomer] = ()) -> list[Claim]:
         """One claim for each answer; the pool has promised their blocks.
 
@@ -128,16 +138,10 @@ class CapacityLedger:
         Raises:
             NeverFitsError, NoRoomNowError: and nothing is promised.
         """
+        self.check_can_fit(newcomer)
         with self._lock:
-            most = self._strict_blocks(newcomer)
-            if most > self._pool.total:
-                raise NeverFitsError(
-                    f"{newcomer.max_rows} rows of KV (for each of {newcomer.num_answers} answers) "
-                    f"need {most} blocks of {self.block_size} tokens; "
-                    f"this worker has {self._pool.total} in all"
-                )
             claims = self._claims_of(newcomer)
-            now = sum(claim.promised for claim in claims)
+            now = self._landing_blocks_of(newcomer)
             available = self._pool.usage().available
             if self.rule.mode is AdmissionMode.RESERVE:
                 wanted = now + sum(self._strict_blocks(other) for other in ahead)
@@ -207,24 +211,37 @@ class CapacityLedger:
         with self._lock:
             self._lengths.record(num_tokens)
 
-    def may_return(self, claim: Claim, freed: int = 0) -> bool:
-        """Whether a swapped sequence fits beside those that are there, were `freed` blocks free.
+    def may_return(
+        self, claim: Claim, num_blocks: int, freed: int = 0, ahead: Iterable[Newcomer] = ()
+    ) -> bool:
+        """Whether a swapped sequence, with `num_blocks` at first, fits beside those that are there.
 
-        Other swapped ones do not count: it is the first of them.
+        Other swapped ones do not count: it is the first of them. `freed`: as if so many blocks
+        were available; `ahead`: as if these had entered.
         """
         with self._lock:
-            peak = self._peak(claim.priority, [self._growth(claim)], 0, with_swapped=False)
+            entering, fixed = [self._growth(claim)], 0
+            for newcomer in ahead:
+                num_blocks += self._landing_blocks_of(newcomer)
+                fixed += self._num_shared(newcomer)
+                entering += [self._growth(each) for each in self._claims_of(newcomer)]
+            if num_blocks > self._pool.usage().available + freed:
+                return False
+            peak = self._peak(claim.priority, entering, fixed, with_swapped=False)
             return peak - freed <= self._pool.total
 
     def may_enter(self, newcomer: Newcomer, freed: int) -> bool:
         """Whether a newcomer would be admitted, were `freed` more blocks free."""
         with self._lock:
-            now = sum(claim.promised for claim in self._claims_of(newcomer))
-            if now > self._pool.usage().available + freed:
+            if self._landing_blocks_of(newcomer) > self._pool.usage().available + freed:
                 return False
             if self.rule.mode is AdmissionMode.RESERVE:
                 return True
             return self._peak_with(newcomer) - freed <= self._pool.total
+
+    def blocks_to_enter(self, newcomer: Newcomer) -> int:
+        """What the pool must have for it at once."""
+        return self._landing_blocks_of(newcomer)
 
     # Below: with the lock held.
 
@@ -270,6 +287,10 @@ class CapacityLedger:
     def _landing_blocks(self, rows: int, max_rows: int) -> int:
         """With room for the first step's row: it shall not need another's block at once."""
         return blocks_for(min(rows + 1, max_rows), self.block_size)
+
+    def _landing_blocks_of(self, newcomer: Newcomer) -> int:
+        """What admitting it takes from the pool at once."""
+        return sum(claim.promised for claim in self._claims_of(newcomer))
 
     def _num_shared(self, newcomer: Newcomer) -> int:
         return newcomer.rows // self.block_size if newcomer.num_answers > 1 else 0

@@ -72,7 +72,7 @@ class CapacityScheduler:
         self._running: dict[Sequence, None] = {}
         self._swapped: dict[Sequence, _Swapped] = {}
         self._wanted: list[Newcomer] = []
-        self._forks: list[BlockCopy] = []  # to run with the next decision
+        self._forks: dict[Sequence, BlockCopy] = {}  # to run with the next decision
         self._unsettled: list[Decision] = []
         self._preemptions = 0
 
@@ -109,18 +109,17 @@ class CapacityScheduler:
         assert claim.rows <= len(_lease(sequence).blocks) * self._block_size, "rows without blocks"
         self._waiting[sequence] = None
 
-    def fork(self, sequence: Sequence, lease: BlockLease, own_blocks: SequenceOf[int]) -> None:
-        """Takes a further answer to the prompt whose rows have landed in `lease`.
+    def fork(self, sequence: Sequence, source: int | None) -> None:
+        """Takes a further answer to a prompt whose rows have landed in another's lease.
 
-        The full blocks are shared, which the caller has told the pool; `own_blocks`
-        (`CapacityLedger.bind_fork`) follow them in the sequence's own lease. The rows of the
-        prompt's last, partial block are copied before the next step.
+        Its own lease begins with the prompt's full blocks, shared, and goes on with those of
+        `CapacityLedger.bind_fork`. `source`: the prompt's last, partial block, whose rows are
+        copied to the first of its own before the next step; the caller has referred to it once
+        more (`BlockPool.share`), which ends with the copy. None where the prompt fills its blocks.
         """
-        num_full, rest = divmod(sequence.num_computed, self._block_size)
-        if rest:
-            source = lease.blocks[num_full]
-            self._pool.share([source])  # until the copy is done
-            self._forks.append(BlockCopy(source, own_blocks[0]))
+        if source is not None:
+            target = _lease(sequence).blocks[sequence.num_computed // self._block_size]
+            self._forks[sequence] = BlockCopy(source, target)
         self.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -133,6 +132,8 @@ class CapacityScheduler:
             del self._waiting[sequence]
         else:
             del self._running[sequence]
+        if (copy := self._forks.pop(sequence, None)) is not None:
+            self._pool.free([copy.source])
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._ledger.record(sequence.num_output_tokens)
         self._ledger.withdraw(_claim(sequence))
@@ -148,9 +149,11 @@ class CapacityScheduler:
         A sequence whose last token is on its way takes no part.
         """
         self._age(now)
-        plan = Decision([], [], copies=self._forks)
-        plan.free_after.extend([copy.source] for copy in self._forks)
-        self._forks = []
+        plan = Decision([], [], copies=list(self._forks.values()))
+        self._forks.clear()
+        for copy in plan.copies:
+            self._pool.share([copy.target])  # it stays until the copy is done, come what may
+            plan.free_after.extend(([copy.source], [copy.target]))
         takers = [s for s in self._running if not s.ends_unread]
         hand: list[int] = []  # blocks of victims that are given out again here
         preempted = self._make_room(takers, plan, hand, now)
@@ -213,7 +216,7 @@ class CapacityScheduler:
         elif self._wanted and self._wanted[0].priority > lowest:
             priority = self._wanted[0].priority
             first = None
-            num_blocks = blocks_for(self._wanted[0].rows + 1, self._block_size)
+            num_blocks = self._ledger.blocks_to_enter(self._wanted[0])
         else:
             return
         missing = num_blocks - self._pool.usage().available - self._num_blocks_coming()
@@ -226,7 +229,7 @@ class CapacityScheduler:
                 victims.append(candidate)
                 freed += claim.own_blocks
         fits = (
-            self._ledger.may_return(_claim(first), freed)
+            self._ledger.may_return(_claim(first), num_blocks, freed)
             if first is not None
             else self._ledger.may_enter(self._wanted[0], freed + self._num_blocks_coming())
         )
@@ -347,10 +350,11 @@ class CapacityScheduler:
             return False  # its KV is not in the host's memory yet
         claim = _claim(sequence)
         count = self._blocks_to_return(sequence)
-        if count > self._pool.usage().available + len(hand):
-            return False
-        if (self._running or self._waiting) and not self._ledger.may_return(claim, len(hand)):
-            return False
+        # When nothing else is here, the expectation does not matter: it may grow to the end.
+        if self._running or self._waiting:
+            ahead = [w for w in self._wanted if w.priority > claim.priority]
+            if not self._ledger.may_return(claim, count, len(hand), ahead):
+                return False
         taken = self._pool.allocate(max(0, count - len(hand)))
         if taken is None:
             return False

@@ -1,0 +1,72 @@
+"""WaitingQueue: the router's queue in virtual time, by the router's own rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from legato.cluster.policies import Demand, may_pass, queue_rank
+from legato.worker.priority import Priority
+from legato.worker.scheduling.capacity import NoRoomNowError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from legato.worker.scheduling.capacity import Newcomer
+
+
+@dataclass(eq=False)
+class Entry:
+    """One that waits: a request, or an answer that was returned and keeps its place."""
+
+    newcomer: Newcomer
+    arrival: int
+    arrived_s: float
+    start: Callable[[], None]  # admits it or raises NoRoomNowError
+
+    def rank(self, now: float) -> tuple[int, int]:
+        """Its place in the order of the queue."""
+        return queue_rank(
+            batch=self.newcomer.priority is Priority.BATCH,
+            waited_s=now - self.arrived_s,
+            arrival=self.arrival,
+        )
+
+    @property
+    def demand(self) -> Demand:
+        """As the rules want it."""
+        each = self.newcomer.max_rows * self.newcomer.num_answers
+        return Demand(prefill_tokens=self.newcomer.rows, decode_tokens=each)
+
+
+class WaitingQueue:
+    """Interactive before batch, first come first served, and small ones pass a blocked big one
+    until that one has waited `max_passed_over_s`; then nothing passes it.
+    """
+
+    def __init__(self, max_passed_over_s: float) -> None:
+        self.entries: list[Entry] = []
+        self._max_passed_over_s = max_passed_over_s
+
+    def interactive(self, now: float) -> list[Newcomer]:
+        """Those that a batch newcomer must not delay, the first first."""
+        ordered = sorted(self.entries, key=lambda e: e.rank(now))
+        return [e.newcomer for e in ordered if e.newcomer.priority is Priority.INTERACTIVE]
+
+    def dispatch(self, now: float) -> None:
+        """Starts every entry that may start now."""
+        blocked: list[Demand] = []
+        for entry in sorted(self.entries, key=lambda e: e.rank(now)):
+            overdue = now - entry.arrived_s >= self._max_passed_over_s
+            if not all(may_pass(demand, entry.demand) for demand in blocked):
+                if overdue:
+                    return
+                continue
+            self.entries.remove(entry)  # those behind must not count it as waiting
+            try:
+                entry.start()
+            except NoRoomNowError:
+                self.entries.append(entry)
+                if overdue:
+                    return
+                blocked.append(entry.demand)
