@@ -38,7 +38,8 @@ class Invariants:
             simulation.host_pool.check_integrity()
         self._check_references()
         self._check_rows()
-        claims = [a.claim for a in simulation.answers if a.claim is not None]
+        claims = {a.claim for a in simulation.answers if a.claim is not None}
+        claims.update(simulation.leaving.values())
         promised = sum(claim.promised for claim in claims if not claim.withdrawn)
         assert simulation.pool.usage().reserved == promised, "a promise is lost"
 
@@ -129,7 +130,7 @@ class Invariants:
     def _check_references(self) -> None:
         """Every held block is referred to by exactly those that there are."""
         simulation = self._simulation
-        leases: dict[BlockLease, None] = dict(simulation.leaving)
+        leases: dict[BlockLease, None] = dict.fromkeys(simulation.leaving)
         for answer in simulation.answers:
             if answer.lease is not None:
                 leases[answer.lease] = None

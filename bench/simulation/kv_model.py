@@ -59,8 +59,6 @@ class KvModel:
         for out in decision.swap_outs:
             for block, slot in zip(out.blocks, out.slots, strict=True):
                 self._slots[slot] = list(self._blocks[block])
-                self._blocks[block] = [0] * self._block_size  # whoever still reads it shall fail
-                self._digests.pop(block, None)
         for back in decision.swap_ins:
             for slot, block in zip(back.slots, back.blocks, strict=True):
                 self._blocks[block] = list(self._slots[slot])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from legato.bench.simulation.workload import Request, Workload
+    from legato.worker.scheduling.capacity import Claim
     from legato.worker.scheduling.decision import Decision
     from legato.worker.sequence import Sequence
 
@@ -75,7 +76,7 @@ class DecodeWorkerSimulation:
         self.here: dict[Sequence, Answer] = {}  # what the engine knows
         self.flights: list[_Flight] = []
         self.fork_sources: dict[Sequence, int] = {}  # blocks whose copy is not decided yet
-        self.leaving: dict[BlockLease, None] = {}  # the engine has yet to be told
+        self.leaving: dict[BlockLease, Claim] = {}  # the engine has yet to be told
         self.answers: list[Answer] = []
         self.report = Report()
         self._commands: list[Callable[[], None]] = []
@@ -234,9 +235,12 @@ class DecodeWorkerSimulation:
 
     def _leave(self, answer: Answer) -> None:
         claim, lease, sequence = answer.claim, answer.lease, answer.sequence
+        if claim is not None:
+            answer.num_preemptions = claim.num_preemptions
         answer.claim = answer.lease = answer.sequence = None
         if sequence is not None and lease is not None:
-            self.leaving[lease] = None
+            assert claim is not None
+            self.leaving[lease] = claim
             self._commands.append(partial(self._release, sequence, lease))
         elif claim is not None:
             self.ledger.withdraw(claim)
@@ -322,8 +326,6 @@ class DecodeWorkerSimulation:
 
     def _return(self, answer: Answer, sequence: Sequence) -> None:
         """The answer goes on from its tokens: it waits for room as it did at first."""
-        assert answer.claim is not None
-        answer.num_preemptions = answer.claim.num_preemptions
         self._log("returned", answer.name)
         self._leave(answer)
         rows = answer.request.num_prompt_tokens + len(answer.emitted)

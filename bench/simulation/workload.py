@@ -40,7 +40,7 @@ class Workload:
     num_slots: int = 0  # blocks of host memory
     max_batch_size: int = 64
     mode: AdmissionMode = AdmissionMode.EXPECTED
-    risk: float = 0.3
+    risk: float = 0.5
     overlap: bool = False
     step_s: float = 0.01
     prefill_s_per_token: float = 0.0001
@@ -59,7 +59,7 @@ def random_workload(seed: int) -> Workload:
     num_blocks = draw.choice(_POOLS)
     block_size = draw.choice((1, 2, 4, 8, 16)) if num_blocks <= 64 else draw.choice((4, 16))
     pool_rows = num_blocks * block_size
-    num_requests = draw.randint(8, 40) if num_blocks < 4000 else 60
+    num_requests = draw.randint(8, 40) if num_blocks < 4000 else 40
     largest = min(pool_rows, 160) if num_blocks < 4000 else 8000
     short = max(1, largest // draw.choice((4, 8, 16)))
     long_share = draw.choice((0.1, 0.3, 0.5))
@@ -83,6 +83,8 @@ def random_workload(seed: int) -> Workload:
         if draw.random() < 0.5:  # much more than is used, as clients do
             max_tokens = max(2, largest - prompt)
         output = draw.randint(1, max_tokens) if big else draw.randint(1, min(max_tokens, short))
+        if num_blocks == 4000:  # many rows, few steps
+            output = min(output, draw.randint(1, 60))
         requests.append(
             Request(
                 number=number,
@@ -102,7 +104,7 @@ def random_workload(seed: int) -> Workload:
         num_blocks=num_blocks,
         block_size=block_size,
         num_slots=draw.choice((0, num_blocks // 4, num_blocks, 2 * num_blocks)),
-        max_batch_size=draw.choice((2, 8, 64)),
+        max_batch_size=draw.choice((2, 8, 64)) if num_blocks < 4000 else 64,
         mode=AdmissionMode.RESERVE if draw.random() < 0.1 else AdmissionMode.EXPECTED,
         risk=draw.choice((0.05, 0.3, 0.3, 0.6, 0.9)),
         overlap=draw.random() < 0.5,

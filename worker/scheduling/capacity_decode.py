@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
+from legato.worker.scheduling.capacity import AdmissionMode
 from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn, SwapOut
 from legato.worker.scheduling.step import StepPart
 from legato.worker.sequence import FinishReason, SequenceState
@@ -207,6 +208,8 @@ class CapacityScheduler:
 
     def _make_room_above(self, plan: Decision, hand: list[int], now: float) -> None:
         """Preempts for the first that lies swapped out or waits to come in, of higher priority."""
+        if self._ledger.rule.mode is AdmissionMode.RESERVE:
+            return  # everybody was promised to stay
         candidates = sorted((*self._running, *self._waiting), key=_rank, reverse=True)
         lowest = _claim(candidates[0]).priority if candidates else Priority.INTERACTIVE
         first = min(self._swapped, key=_rank, default=None)
