@@ -25,6 +25,7 @@ from legato.worker.scheduling.capacity import (
     Newcomer,
 )
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
+from legato.worker.scheduling.output_lengths import OutputLengths
 from legato.worker.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class DecodeWorkerSimulation:
         self.pool = self.pool_class(workload.num_blocks)
         self.host_pool = BlockPool(workload.num_slots) if workload.num_slots else None
         rule = AdmissionRule(workload.mode, workload.risk)
-        self.ledger = self.ledger_class(self.pool, workload.block_size, rule)
+        lengths = OutputLengths(prior_tokens=workload.prior_tokens)
+        self.ledger = self.ledger_class(self.pool, workload.block_size, rule, lengths)
         self.scheduler = self.scheduler_class(
             self.pool, self.ledger, workload.max_batch_size, self.host_pool
         )
@@ -78,6 +80,7 @@ class DecodeWorkerSimulation:
         self.fork_sources: dict[Sequence, int] = {}  # blocks whose copy is not decided yet
         self.leaving: dict[BlockLease, Claim] = {}  # the engine has yet to be told
         self.answers: list[Answer] = []
+        self.times: list[float] = []  # at which clients do something
         self.report = Report()
         self._commands: list[Callable[[], None]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -88,6 +91,8 @@ class DecodeWorkerSimulation:
     def run(self) -> Report:
         """Until every answer has its outcome and every block is back."""
         for request in self.workload.requests:
+            for wait_s in (0.0, request.cancel_s, request.deadline_s):
+                self.times.append(request.arrival_s + (wait_s or 0.0))
             self._at(request.arrival_s, partial(self._arrive, request))
         while True:
             self._do_events(self.now)

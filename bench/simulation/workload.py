@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from legato.worker.priority import Priority
 from legato.worker.scheduling.capacity import AdmissionMode
+from legato.worker.scheduling.output_lengths import PRIOR_TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Workload:
     max_batch_size: int = 64
     mode: AdmissionMode = AdmissionMode.EXPECTED
     risk: float = 0.5
+    prior_tokens: int = PRIOR_TOKENS
     overlap: bool = False
     step_s: float = 0.01
     prefill_s_per_token: float = 0.0001
@@ -106,7 +108,8 @@ def random_workload(seed: int) -> Workload:
         num_slots=draw.choice((0, num_blocks // 4, num_blocks, 2 * num_blocks)),
         max_batch_size=draw.choice((2, 8, 64)) if num_blocks < 4000 else 64,
         mode=AdmissionMode.RESERVE if draw.random() < 0.1 else AdmissionMode.EXPECTED,
-        risk=draw.choice((0.05, 0.3, 0.3, 0.6, 0.9)),
+        risk=draw.choice((0.1, 0.5, 0.5, 0.9, 0.99)),
+        prior_tokens=draw.choice((2, 8, 256)),
         overlap=draw.random() < 0.5,
         prefill_s_per_token=draw.choice((0.0, 0.0001, 0.002)),
         max_passed_over_s=draw.choice((0.05, 0.5, 2.0)),

@@ -9,7 +9,7 @@ from collections import deque
 # Before anything is known. The strict rule would take max_tokens, which clients set high "to be
 # safe" and seldom use; most answers of chat models are shorter than this.
 PRIOR_TOKENS = 256
-# So many imaginary answers of PRIOR_TOKENS stand in the record at first, one leaving with each
+# So many imaginary answers of that length stand in the record at first, one leaving with each
 # real one: the first few to end are the short ones, and must not pass for all.
 _NUM_PRIOR = 32
 
@@ -21,10 +21,11 @@ class OutputLengths:
     not count. A look-up costs O(log window), a record one move of at most `window` numbers.
     """
 
-    def __init__(self, window: int = 512) -> None:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
-        self._recent = deque([PRIOR_TOKENS] * min(_NUM_PRIOR, window))
+    def __init__(self, window: int = 512, prior_tokens: int = PRIOR_TOKENS) -> None:
+        for name, value in (("window", window), ("prior_tokens", prior_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._recent = deque([prior_tokens] * min(_NUM_PRIOR, window))
         self._sorted = list(self._recent)
         self._num_prior = len(self._recent)
         self._window = window
