@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from legato.cluster.policies import Demand, may_pass, queue_rank
@@ -32,7 +33,7 @@ class Entry:
             arrival=self.arrival,
         )
 
-    @property
+    @cached_property
     def demand(self) -> Demand:
         """As the rules want it."""
         each = self.newcomer.max_rows * self.newcomer.num_answers
@@ -48,6 +49,12 @@ class WaitingQueue:
         self.entries: list[Entry] = []
         self._max_passed_over_s = max_passed_over_s
 
+    def first_interactive(self, now: float) -> Newcomer | None:
+        """Whom batch work should make room for."""
+        waiting = (e for e in self.entries if e.newcomer.priority is Priority.INTERACTIVE)
+        first = min(waiting, key=lambda e: e.rank(now), default=None)
+        return first.newcomer if first is not None else None
+
     def interactive(self, now: float) -> list[Newcomer]:
         """Those that a batch newcomer must not delay, the first first."""
         ordered = sorted(self.entries, key=lambda e: e.rank(now))
@@ -55,10 +62,10 @@ class WaitingQueue:
 
     def dispatch(self, now: float) -> None:
         """Starts every entry that may start now."""
-        blocked: list[Demand] = []
+        least: Demand | None = None  # of the blocked: who passes this passes each of them
         for entry in sorted(self.entries, key=lambda e: e.rank(now)):
             overdue = now - entry.arrived_s >= self._max_passed_over_s
-            if not all(may_pass(demand, entry.demand) for demand in blocked):
+            if least is not None and not may_pass(least, entry.demand):
                 if overdue:
                     return
                 continue
@@ -69,4 +76,13 @@ class WaitingQueue:
                 self.entries.append(entry)
                 if overdue:
                     return
-                blocked.append(entry.demand)
+                least = _smaller(least, entry.demand)
+
+
+def _smaller(blocked: Demand | None, demand: Demand) -> Demand:
+    if blocked is None:
+        return demand
+    return Demand(
+        prefill_tokens=min(blocked.prefill_tokens, demand.prefill_tokens),
+        decode_tokens=min(blocked.decode_tokens, demand.decode_tokens),
+    )

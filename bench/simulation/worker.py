@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # Until a returned answer is computed anew elsewhere and asks to be let in again.
 _RETURN_DELAY_S = 0.05
+# The queue is woken by every end; and now and then, since expectations change with every token.
+_STEPS_BETWEEN_LOOKS = 4
 
 
 @dataclass(frozen=True)
@@ -254,9 +256,8 @@ class DecodeWorkerSimulation:
 
     def _dispatch(self) -> None:
         self.queue.dispatch(self.now)
-        # Any change wakes the queue; and so does time, for those that become overdue.
-        waiting = self.queue.interactive(self.now)
-        self._commands.append(partial(self.scheduler.note_waiting, waiting))
+        first = self.queue.first_interactive(self.now)
+        self._commands.append(partial(self.scheduler.note_waiting, [first] if first else []))
 
     # The engine.
 
@@ -317,7 +318,8 @@ class DecodeWorkerSimulation:
             answer = self.here.get(sequence)
             if answer is not None and answer.outcome is None:
                 self._return(answer, sequence)
-        self._dispatch()
+        if self.report.steps % _STEPS_BETWEEN_LOOKS == 0:
+            self._dispatch()
 
     def _emit(self, answer: Answer, sequence: Sequence, token: int) -> None:
         reason = sequence.append(token)

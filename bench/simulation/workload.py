@@ -79,7 +79,9 @@ def random_workload(seed: int) -> Workload:
         room = largest if big else min(largest, 2 * short)
         prompt = draw.randint(1, max(1, room // 2))
         if draw.random() < 0.3:  # the edges of blocks are where mistakes are
-            prompt = min(largest - 2, max(1, prompt // block_size * block_size + draw.randint(-1, 1)))
+            prompt = min(
+                largest - 2, max(1, prompt // block_size * block_size + draw.randint(-1, 1))
+            )
         prompt = max(1, prompt)
         max_tokens = draw.randint(2, max(2, room - prompt)) if largest - prompt >= 1 else 2
         if draw.random() < 0.5:  # much more than is used, as clients do

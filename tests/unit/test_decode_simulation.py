@@ -9,9 +9,9 @@ import pytest
 
 from legato.bench.simulation.queue import WaitingQueue
 from legato.bench.simulation.worker import DecodeWorkerSimulation
-from legato.bench.simulation.workload import overload, random_workload
+from legato.bench.simulation.workload import random_workload
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.scheduling.capacity import AdmissionMode, CapacityLedger, NoRoomNowError
+from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
 from legato.worker.scheduling.decision import SwapIn
 from legato.worker.sequence import SequenceState
