@@ -81,6 +81,7 @@ class DecodeWorkerSimulation:
         self.flights: list[_Flight] = []
         self.fork_sources: dict[Sequence, int] = {}  # blocks whose copy is not decided yet
         self.leaving: dict[BlockLease, Claim] = {}  # the engine has yet to be told
+        self.highest_noted = Priority.BATCH  # who waits, as far as the engine has been told
         self.answers: list[Answer] = []
         self.times: list[float] = []  # at which clients do something
         self.report = Report()
@@ -257,9 +258,13 @@ class DecodeWorkerSimulation:
     def _dispatch(self) -> None:
         self.queue.dispatch(self.now)
         first = self.queue.first_interactive(self.now)
-        self._commands.append(partial(self.scheduler.note_waiting, [first] if first else []))
+        self._commands.append(partial(self._note_waiting, [first] if first else []))
 
     # The engine.
+
+    def _note_waiting(self, waiting: list[Newcomer]) -> None:
+        self.scheduler.note_waiting(waiting)
+        self.highest_noted = max((n.priority for n in waiting), default=Priority.BATCH)
 
     def _apply_commands(self) -> None:
         commands, self._commands = self._commands, []
@@ -318,7 +323,8 @@ class DecodeWorkerSimulation:
             answer = self.here.get(sequence)
             if answer is not None and answer.outcome is None:
                 self._return(answer, sequence)
-        if self.report.steps % _STEPS_BETWEEN_LOOKS == 0:
+        freed = flight.decision.free_after or any(lease.released for lease in flight.leases)
+        if freed or self.report.steps % _STEPS_BETWEEN_LOOKS == 0:
             self._dispatch()
 
     def _emit(self, answer: Answer, sequence: Sequence, token: int) -> None:

@@ -132,12 +132,12 @@ def test_interactive_ones_count_batch_with_what_it_holds_unless_it_is_protected(
     for num_preemptions, enters in ((0, True), (3, False)):
         book, _ = ledger(8, expected=1000)
         changes = {"priority": Priority.BATCH, "num_preemptions": num_preemptions}
-        book.admit(newcomer(4, 20, **changes))  # 2 blocks now, 6 at its end
+        book.admit(newcomer(4, 20, **changes))  # 2 blocks now, 5 in 15 steps
         if enters:
-            book.admit(newcomer(4, 13))
+            book.admit(newcomer(4, 16))
         else:
             with pytest.raises(NoRoomNowError):
-                book.admit(newcomer(4, 13))
+                book.admit(newcomer(4, 16))
 
 
 def test_those_swapped_out_keep_newcomers_of_their_priority_away() -> None:
@@ -145,7 +145,7 @@ def test_those_swapped_out_keep_newcomers_of_their_priority_away() -> None:
     [claim] = book.admit(newcomer(12, 8))  # 19 rows: 5 blocks
     swap_out(claim, book)
     with pytest.raises(NoRoomNowError, match="9 blocks are expected"):
-        book.admit(newcomer(4, 12))
+        book.admit(newcomer(8, 8))
     book.admit(newcomer(4, 9))
     assert not book.may_return(claim, 7)  # 2 are gone to the newcomer
     assert book.may_return(claim, 4)

@@ -261,7 +261,14 @@ class CapacityLedger:
                 continue
             growths.append(self._growth(claim))
             fixed -= claim.own_blocks  # counted with its growth instead
-        return fixed + peak_blocks(growths, self.block_size)
+        # One that has all its rows is gone after a step, in which the others have grown already.
+        growing = [g for g in growths if g.steps_left > 0]
+        fixed += sum(
+            blocks_for(g.rows, self.block_size) - g.shared_blocks
+            for g in growths
+            if g.steps_left == 0
+        )
+        return fixed + peak_blocks(growing, self.block_size)
 
     def _peak_with(self, newcomer: Newcomer, ahead: Iterable[Newcomer] = ()) -> int:
         entering, fixed = [], 0
