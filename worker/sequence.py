@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.sampling_params import SamplingParams
-    from legato.worker.scheduling.capacity import Claim
+    from legato.worker.scheduling.claim import Claim
 
 
 class FinishReason(Enum):

@@ -6,7 +6,7 @@ import argparse
 
 from legato.bench.simulation.worker import DecodeWorkerSimulation
 from legato.bench.simulation.workload import overload
-from legato.worker.scheduling.capacity import AdmissionMode
+from legato.worker.scheduling.claim import AdmissionMode
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'admission':>14} {'occupancy':>9} {'tokens/step':>11} {'preempted':>9} {'moved':>7}")
     rules = [(AdmissionMode.RESERVE, 0.5)]
-    rules += [(AdmissionMode.EXPECTED, risk) for risk in args.risk or (0.1, 0.3, 0.5, 0.7)]
+    rules += [(AdmissionMode.EXPECTED, risk) for risk in args.risk or (0.1, 0.3, 0.5, 0.6, 0.7)]
     for mode, risk in rules:
         workload = overload(
             args.seed, num_requests=args.requests, num_blocks=args.blocks, mode=mode, risk=risk

@@ -19,7 +19,7 @@ from legato.worker.sequence import Sequence
 if TYPE_CHECKING:
     from legato.bench.simulation.workload import Request
     from legato.worker.kv.block_lease import BlockLease
-    from legato.worker.scheduling.capacity import Claim
+    from legato.worker.scheduling.claim import Claim
 
 
 class Outcome(Enum):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from legato.bench.simulation.answer import Outcome
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
-from legato.worker.scheduling.capacity import AdmissionMode
+from legato.worker.scheduling.claim import AdmissionMode
 from legato.worker.sequence import SequenceState
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.policies import Demand, may_pass, queue_rank
 from legato.worker.priority import Priority
-from legato.worker.scheduling.capacity import NoRoomNowError
+from legato.worker.scheduling.claim import NoRoomNowError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from legato.worker.scheduling.capacity import Newcomer
+    from legato.worker.scheduling.claim import Newcomer
 
 
 @dataclass(eq=False)

@@ -18,13 +18,9 @@ from legato.cluster.policies import BATCH_AGEING_S
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.priority import Priority
-from legato.worker.scheduling.capacity import (
-    AdmissionRule,
-    CapacityLedger,
-    NeverFitsError,
-    Newcomer,
-)
+from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionRule, NeverFitsError, Newcomer
 from legato.worker.scheduling.output_lengths import OutputLengths
 from legato.worker.sequence import SequenceState
 
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from legato.bench.simulation.workload import Request, Workload
-    from legato.worker.scheduling.capacity import Claim
+    from legato.worker.scheduling.claim import Claim
     from legato.worker.scheduling.decision import Decision
     from legato.worker.sequence import Sequence
 

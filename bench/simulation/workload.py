@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from legato.worker.priority import Priority
-from legato.worker.scheduling.capacity import AdmissionMode
+from legato.worker.scheduling.claim import AdmissionMode
 from legato.worker.scheduling.output_lengths import PRIOR_TOKENS
 
 
@@ -41,7 +41,7 @@ class Workload:
     num_slots: int = 0  # blocks of host memory
     max_batch_size: int = 64
     mode: AdmissionMode = AdmissionMode.EXPECTED
-    risk: float = 0.5
+    risk: float = 0.6
     prior_tokens: int = PRIOR_TOKENS
     overlap: bool = False
     step_s: float = 0.01

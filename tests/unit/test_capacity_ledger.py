@@ -9,10 +9,10 @@ import pytest
 
 from legato.worker.kv.block_pool import BlockPool, blocks_for
 from legato.worker.priority import Priority
-from legato.worker.scheduling.capacity import (
+from legato.worker.scheduling.capacity import CapacityLedger
+from legato.worker.scheduling.claim import (
     AdmissionMode,
     AdmissionRule,
-    CapacityLedger,
     Claim,
     NeverFitsError,
     Newcomer,

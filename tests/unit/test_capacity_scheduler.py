@@ -9,13 +9,9 @@ from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.priority import Priority
 from legato.worker.sampling_params import SamplingParams
-from legato.worker.scheduling.capacity import (
-    AdmissionMode,
-    AdmissionRule,
-    CapacityLedger,
-    Newcomer,
-)
+from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import BATCH_AGEING_S, CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule, Newcomer
 from legato.worker.scheduling.output_lengths import OutputLengths
 from legato.worker.sequence import Sequence, SequenceState
 

@@ -11,8 +11,9 @@ from legato.bench.simulation.queue import WaitingQueue
 from legato.bench.simulation.worker import DecodeWorkerSimulation
 from legato.bench.simulation.workload import overload, random_workload
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.scheduling.capacity import AdmissionMode, CapacityLedger
+from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionMode
 from legato.worker.scheduling.decision import SwapIn
 from legato.worker.sequence import SequenceState
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from legato.bench.simulation.report import Report
-    from legato.worker.scheduling.capacity import Claim
+    from legato.worker.scheduling.claim import Claim
     from legato.worker.scheduling.decision import Decision
     from legato.worker.sequence import Sequence
 
@@ -61,14 +62,14 @@ def test_the_same_seed_gives_the_same_run(seed: int) -> None:
 def test_under_overload_expected_admission_keeps_the_pool_full() -> None:
     reports = {
         mode: DecodeWorkerSimulation(
-            overload(1, num_requests=250, num_blocks=400, mode=mode, risk=0.5), checks=False
+            overload(1, num_requests=250, num_blocks=400, mode=mode, risk=0.6), checks=False
         ).run()
         for mode in AdmissionMode
     }
     strict, expected = reports[AdmissionMode.RESERVE], reports[AdmissionMode.EXPECTED]
     assert expected.mean_occupancy >= 0.9 > 2 * strict.mean_occupancy
     assert strict.preemptions == 0
-    assert expected.preemptions <= 250 * 0.15  # 0.07 to 0.09 an answer, on traces of this kind
+    assert expected.preemptions <= 250 * 0.15  # about 0.1 an answer, on traces of this kind
     assert expected.steps < 0.6 * strict.steps
     assert strict.finished == expected.finished == 250
 

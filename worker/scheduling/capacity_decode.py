@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
-from legato.worker.scheduling.capacity import AdmissionMode
+from legato.worker.scheduling.claim import AdmissionMode
 from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn, SwapOut
 from legato.worker.scheduling.step import StepPart
+from legato.worker.scheduling.victims import choose_lower, choose_victim, claim_of, lease_of, rank
 from legato.worker.sequence import FinishReason, SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
-    from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.block_pool import BlockPool
-    from legato.worker.scheduling.capacity import CapacityLedger, Claim, Newcomer
+    from legato.worker.scheduling.capacity import CapacityLedger
+    from legato.worker.scheduling.claim import Newcomer
     from legato.worker.sequence import Sequence
 
 # A batch sequence that lies swapped out this long counts as interactive from then on, so that a
@@ -105,9 +106,11 @@ class CapacityScheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence whose KV has landed: all but its last token's."""
         assert sequence.num_computed == len(sequence.token_ids) - 1
-        claim = _claim(sequence)
+        claim = claim_of(sequence)
         assert claim.rows == sequence.num_computed, "the claim is another's"
-        assert claim.rows <= len(_lease(sequence).blocks) * self._block_size, "rows without blocks"
+        assert claim.rows <= len(lease_of(sequence).blocks) * self._block_size, (
+            "rows without blocks"
+        )
         self._waiting[sequence] = None
 
     def fork(self, sequence: Sequence, source: int | None) -> None:
@@ -119,7 +122,7 @@ class CapacityScheduler:
         more (`BlockPool.share`), which ends with the copy. None where the prompt fills its blocks.
         """
         if source is not None:
-            target = _lease(sequence).blocks[sequence.num_computed // self._block_size]
+            target = lease_of(sequence).blocks[sequence.num_computed // self._block_size]
             self._forks[sequence] = BlockCopy(source, target)
         self.add(sequence)
 
@@ -137,7 +140,7 @@ class CapacityScheduler:
             self._pool.free([copy.source])
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._ledger.record(sequence.num_output_tokens)
-        self._ledger.withdraw(_claim(sequence))
+        self._ledger.withdraw(claim_of(sequence))
         sequence.move_to(SequenceState.DONE)
 
     def note_waiting(self, wanted: SequenceOf[Newcomer]) -> None:
@@ -176,7 +179,7 @@ class CapacityScheduler:
         """Notes the row of KV that each sequence gained."""
         for part in decision.parts:
             part.sequence.num_computed += 1
-            _claim(part.sequence).rows += 1
+            claim_of(part.sequence).rows += 1
 
     def settle(self, decision: Decision) -> None:
         """The device has done it all: gives back the blocks of those that yielded."""
@@ -194,7 +197,7 @@ class CapacityScheduler:
         coming = self._num_blocks_coming()
         preempted = False
         while True:
-            needed = sum(self._needs_block(s) and not _claim(s).promised for s in takers)
+            needed = sum(self._needs_block(s) and not claim_of(s).promised for s in takers)
             available = self._pool.usage().available
             if needed <= available + len(hand) + coming:
                 return preempted
@@ -210,11 +213,11 @@ class CapacityScheduler:
         """Preempts for the first that lies swapped out or waits to come in, of higher priority."""
         if self._ledger.rule.mode is AdmissionMode.RESERVE:
             return  # everybody was promised to stay
-        candidates = sorted((*self._running, *self._waiting), key=_rank, reverse=True)
-        lowest = _claim(candidates[0]).priority if candidates else Priority.INTERACTIVE
-        first = min(self._swapped, key=_rank, default=None)
-        if first is not None and _claim(first).priority > lowest:
-            priority = _claim(first).priority
+        candidates = sorted((*self._running, *self._waiting), key=rank, reverse=True)
+        lowest = claim_of(candidates[0]).priority if candidates else Priority.INTERACTIVE
+        first = min(self._swapped, key=rank, default=None)
+        if first is not None and claim_of(first).priority > lowest:
+            priority = claim_of(first).priority
             num_blocks = self._blocks_to_return(first)
         elif self._wanted and self._wanted[0].priority > lowest:
             priority = self._wanted[0].priority
@@ -223,16 +226,10 @@ class CapacityScheduler:
         else:
             return
         missing = num_blocks - self._pool.usage().available - self._num_blocks_coming()
-        victims, freed = [], 0
-        for candidate in candidates:
-            claim = _claim(candidate)
-            if freed >= missing or claim.priority >= priority:
-                break
-            if not self._is_protected(candidate) and not candidate.ends_unread:
-                victims.append(candidate)
-                freed += claim.own_blocks
+        victims = choose_lower(candidates, priority, missing, self._is_protected)
+        freed = sum(claim_of(victim).own_blocks for victim in victims)
         fits = (
-            self._ledger.may_return(_claim(first), num_blocks, freed)
+            self._ledger.may_return(claim_of(first), num_blocks, freed)
             if first is not None
             else self._ledger.may_enter(self._wanted[0], freed + self._num_blocks_coming())
         )
@@ -241,20 +238,16 @@ class CapacityScheduler:
                 self._preempt(victim, plan, hand, missing if first is not None else 0, now)
 
     def _victim(self) -> Sequence | None:
-        here = [s for s in (*self._running, *self._waiting) if not s.ends_unread]
-        if len(here) < 2:
-            return None
-        here.remove(min(here, key=_rank))  # the one that never yields
-        return max(here, key=lambda s: (not self._is_protected(s), _rank(s)))
+        return choose_victim([*self._running, *self._waiting], self._is_protected)
 
     def _is_protected(self, sequence: Sequence) -> bool:
-        return _claim(sequence).num_preemptions >= self._ledger.rule.max_preemptions
+        return claim_of(sequence).num_preemptions >= self._ledger.rule.max_preemptions
 
     def _preempt(
         self, victim: Sequence, plan: Decision, hand: list[int], wanted: int, now: float
     ) -> None:
         """Takes the victim's blocks, up to `wanted` in all into `hand`, its last ones first."""
-        claim, lease = _claim(victim), _lease(victim)
+        claim, lease = claim_of(victim), lease_of(victim)
         blocks = list(lease.blocks)
         lease.blocks.clear()
         for place in reversed(range(len(blocks))):
@@ -282,27 +275,27 @@ class CapacityScheduler:
 
     def _num_blocks_coming(self) -> int:
         """Blocks that the steps under way will give back: worth a step's wait."""
-        coming = sum(_claim(s).own_blocks for s in self._running if s.ends_unread)
+        coming = sum(claim_of(s).own_blocks for s in self._running if s.ends_unread)
         for decision in self._unsettled:
             coming += sum(len(blocks) for blocks in decision.free_after)
             # These ended, but the device may still write to their blocks.
             ended = (p.sequence for p in decision.parts if p.sequence.state is SequenceState.DONE)
-            coming += sum(_claim(s).own_blocks for s in ended)
+            coming += sum(claim_of(s).own_blocks for s in ended)
         return coming
 
     # Who gets a block, or a place.
 
     def _needs_block(self, sequence: Sequence) -> bool:
-        return sequence.num_computed == len(_lease(sequence).blocks) * self._block_size
+        return sequence.num_computed == len(lease_of(sequence).blocks) * self._block_size
 
     def _grow(self, takers: list[Sequence], hand: list[int]) -> list[Sequence]:
         """Those of `takers` that have a place for their next row; the oldest are served first."""
         needy = [s for s in takers if self._needs_block(s)]
-        without = {s for s in sorted(needy, key=_rank) if not self._give_block(s, hand)}
+        without = {s for s in sorted(needy, key=rank) if not self._give_block(s, hand)}
         return [s for s in takers if s not in without]
 
     def _give_block(self, sequence: Sequence, hand: list[int]) -> bool:
-        claim = _claim(sequence)
+        claim = claim_of(sequence)
         block = self._ledger.take_promised(claim) if claim.promised else None
         if block is None:
             taken = [hand.pop()] if hand else self._pool.allocate(1)
@@ -310,7 +303,7 @@ class CapacityScheduler:
                 return False
             [block] = taken
             claim.own_blocks += 1
-        _lease(sequence).blocks.append(block)
+        lease_of(sequence).blocks.append(block)
         return True
 
     def _fill_batch(self, plan: Decision, hand: list[int], ready: list[Sequence]) -> None:
@@ -321,7 +314,7 @@ class CapacityScheduler:
         """
         swapped = set(self._swapped)
         blocked = False
-        for sequence in sorted((*swapped, *self._waiting), key=_rank):
+        for sequence in sorted((*swapped, *self._waiting), key=rank):
             if len(self._running) >= self._max_batch_size:
                 break
             if sequence not in swapped:
@@ -330,7 +323,7 @@ class CapacityScheduler:
                 blocked = not self._bring_back(sequence, plan, hand, ready)
 
     def _join_waiting(self, plan: Decision, hand: list[int], ready: list[Sequence]) -> None:
-        for sequence in sorted(self._waiting, key=_rank):
+        for sequence in sorted(self._waiting, key=rank):
             if len(self._running) >= self._max_batch_size:
                 break
             self._join(sequence, plan, hand, ready)
@@ -351,7 +344,7 @@ class CapacityScheduler:
     ) -> bool:
         if any(out.sequence is sequence for out in plan.swap_outs):
             return False  # its KV is not in the host's memory yet
-        claim = _claim(sequence)
+        claim = claim_of(sequence)
         count = self._blocks_to_return(sequence)
         # When nothing else is here, the expectation does not matter: it may grow to the end.
         if self._running or self._waiting:
@@ -363,7 +356,7 @@ class CapacityScheduler:
             return False
         while len(taken) < count:
             taken.append(hand.pop())
-        _lease(sequence).blocks.extend(taken)
+        lease_of(sequence).blocks.extend(taken)
         slots = self._swapped.pop(sequence).slots
         claim.swapped = False
         claim.own_blocks = count
@@ -385,19 +378,4 @@ class CapacityScheduler:
     def _age(self, now: float) -> None:
         for sequence, swapped in self._swapped.items():
             if now - swapped.since >= BATCH_AGEING_S:
-                _claim(sequence).priority = Priority.INTERACTIVE
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    """The lesser goes first and yields last."""
-    return (-_claim(sequence).priority, sequence.arrival)
-
-
-def _claim(sequence: Sequence) -> Claim:
-    assert sequence.claim is not None, "not admitted"
-    return sequence.claim
-
-
-def _lease(sequence: Sequence) -> BlockLease:
-    assert sequence.lease is not None, "scheduled without blocks"
-    return sequence.lease
+                claim_of(sequence).priority = Priority.INTERACTIVE
