@@ -15,6 +15,7 @@ from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
 from legato.worker.scheduling.claim import AdmissionMode
 from legato.worker.scheduling.decision import SwapIn
+from legato.worker.scheduling.live import lease_of, rank
 from legato.worker.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class LeaksOnCancel(DecodeWorkerSimulation):
     class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
         def remove(self, sequence: Sequence) -> None:
             if sequence.state is SequenceState.SWAPPED:
-                self._swapped[sequence].slots[:] = []
+                self._live.swapped[sequence].slots[:] = []
             super().remove(sequence)
 
 
@@ -112,8 +113,7 @@ class OneOffAtTheEdge(DecodeWorkerSimulation):
 
     class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
         def _needs_block(self, sequence: Sequence) -> bool:
-            assert sequence.lease is not None
-            return sequence.num_computed > len(sequence.lease.blocks) * self._block_size
+            return sequence.num_computed > len(lease_of(sequence).blocks) * self._block_size
 
 
 class LeaksUnchecked(DecodeWorkerSimulation):
@@ -139,9 +139,14 @@ class TakesTheOldest(DecodeWorkerSimulation):
     """The victim is the one that waited longest."""
 
     class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
-        def _victim(self) -> Sequence | None:
-            here = [s for s in (*self._running, *self._waiting) if not s.ends_unread]
-            return min(here, key=lambda s: s.arrival) if len(here) > 1 else None
+        def schedule(self, now: float) -> Decision | None:
+            self._preemption._victim = self._oldest  # type: ignore[method-assign]  # planted
+            return super().schedule(now)
+
+        def _oldest(self) -> Sequence | None:
+            here = (*self._live.running, *self._live.waiting)
+            here_for_long = [s for s in here if not s.ends_unread]
+            return min(here_for_long, key=rank) if len(here_for_long) > 1 else None
 
 
 class BringsBackInTheWrongOrder(DecodeWorkerSimulation):
@@ -170,8 +175,9 @@ class NeverProtects(DecodeWorkerSimulation):
     """The same one yields again and again."""
 
     class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
-        def _is_protected(self, sequence: Sequence) -> bool:
-            return False
+        def schedule(self, now: float) -> Decision | None:
+            self._preemption._is_protected = lambda _: False  # type: ignore[method-assign]  # planted
+            return super().schedule(now)
 
 
 class ExpectsNoGrowth(DecodeWorkerSimulation):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
-from legato.worker.scheduling.claim import AdmissionMode
-from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn, SwapOut
+from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn
+from legato.worker.scheduling.live import LiveSequences, claim_of, lease_of, needs_block, rank
+from legato.worker.scheduling.preemption import Preemption
 from legato.worker.scheduling.step import StepPart
-from legato.worker.scheduling.victims import choose_lower, choose_victim, claim_of, lease_of, rank
 from legato.worker.sequence import FinishReason, SequenceState
 
 if TYPE_CHECKING:
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
 # A batch sequence that lies swapped out this long counts as interactive from then on, so that a
 # steady stream of those cannot keep it out for ever. As in the router's queue.
 BATCH_AGEING_S = 10.0
-
-
-@dataclass(frozen=True)
-class _Swapped:
-    slots: list[int]  # of the host's memory, in the order of the sequence's blocks
-    since: float
 
 
 class CapacityScheduler:
@@ -69,34 +62,29 @@ class CapacityScheduler:
         self._block_size = ledger.block_size
         self._max_batch_size = max_batch_size
         self._host_pool = host_pool
-        # Dicts, for order and for quick removal from the middle.
-        self._waiting: dict[Sequence, None] = {}
-        self._running: dict[Sequence, None] = {}
-        self._swapped: dict[Sequence, _Swapped] = {}
-        self._wanted: list[Newcomer] = []
+        self._live = LiveSequences()
+        self._preemption = Preemption(pool, ledger, host_pool, self._live)
         self._forks: dict[Sequence, BlockCopy] = {}  # to run with the next decision
-        self._unsettled: list[Decision] = []
-        self._preemptions = 0
 
     @property
     def num_waiting(self) -> int:
         """Sequences whose KV is here and that wait for a place in the batch."""
-        return len(self._waiting)
+        return len(self._live.waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences in the batch."""
-        return len(self._running)
+        return len(self._live.running)
 
     @property
     def num_swapped(self) -> int:
         """Sequences whose KV is in the host's memory."""
-        return len(self._swapped)
+        return len(self._live.swapped)
 
     @property
     def num_preemptions(self) -> int:
         """Victims so far, swapped or returned."""
-        return self._preemptions
+        return self._preemption.count
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -111,7 +99,7 @@ class CapacityScheduler:
         assert claim.rows <= len(lease_of(sequence).blocks) * self._block_size, (
             "rows without blocks"
         )
-        self._waiting[sequence] = None
+        self._live.waiting[sequence] = None
 
     def fork(self, sequence: Sequence, source: int | None) -> None:
         """Takes a further answer to a prompt whose rows have landed in another's lease.
@@ -131,11 +119,11 @@ class CapacityScheduler:
         if sequence.state is SequenceState.DONE:
             return
         if sequence.state is SequenceState.SWAPPED:
-            self._free_slots(self._swapped.pop(sequence).slots)
+            self._free_slots(self._live.swapped.pop(sequence).slots)
         elif sequence.state is SequenceState.WAITING:
-            del self._waiting[sequence]
+            del self._live.waiting[sequence]
         else:
-            del self._running[sequence]
+            del self._live.running[sequence]
         if (copy := self._forks.pop(sequence, None)) is not None:
             self._pool.free([copy.source])
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -145,7 +133,7 @@ class CapacityScheduler:
 
     def note_waiting(self, wanted: SequenceOf[Newcomer]) -> None:
         """Who waits to be admitted, the first first: sequences of lower priority make room."""
-        self._wanted = list(wanted)
+        self._live.wanted = list(wanted)
 
     def schedule(self, now: float) -> Decision | None:
         """One new token for each sequence that can have one; None where there is nothing to do.
@@ -158,12 +146,12 @@ class CapacityScheduler:
         for copy in plan.copies:
             self._pool.share([copy.target])  # it stays until the copy is done, come what may
             plan.free_after.extend(([copy.source], [copy.target]))
-        takers = [s for s in self._running if not s.ends_unread]
+        takers = [s for s in self._live.running if not s.ends_unread]
         hand: list[int] = []  # blocks of victims that are given out again here
-        preempted = self._make_room(takers, plan, hand, now)
+        preempted = self._preemption.make_room(takers, plan, hand, now)
         ready = self._grow(takers, hand)
         if not preempted:
-            self._make_room_above(plan, hand, now)
+            self._preemption.make_room_above(plan, hand, now)
             ready = [s for s in ready if s.state is SequenceState.RUNNING]
             self._fill_batch(plan, hand, ready)
         else:
@@ -172,7 +160,7 @@ class CapacityScheduler:
         plan.free_after.extend([block] for block in hand)
         if not (plan.parts or plan.copies or plan.swap_outs or plan.swap_ins or plan.returned):
             return None
-        self._unsettled.append(plan)
+        self._live.unsettled.append(plan)
         return plan
 
     def commit(self, decision: Decision) -> None:
@@ -183,110 +171,15 @@ class CapacityScheduler:
 
     def settle(self, decision: Decision) -> None:
         """The device has done it all: gives back the blocks of those that yielded."""
-        assert self._unsettled[0] is decision, "settled out of order"
-        del self._unsettled[0]
+        assert self._live.unsettled[0] is decision, "settled out of order"
+        del self._live.unsettled[0]
         for blocks in decision.free_after:
             self._pool.free(blocks)
-
-    # Who yields.
-
-    def _make_room(
-        self, takers: list[Sequence], plan: Decision, hand: list[int], now: float
-    ) -> bool:
-        """Preempts until the rest of `takers` can get a block each; whether anyone was."""
-        coming = self._num_blocks_coming()
-        preempted = False
-        while True:
-            needed = sum(self._needs_block(s) and not claim_of(s).promised for s in takers)
-            available = self._pool.usage().available
-            if needed <= available + len(hand) + coming:
-                return preempted
-            victim = self._victim()
-            if victim is None:
-                return preempted
-            self._preempt(victim, plan, hand, needed - available, now)
-            preempted = True
-            if victim in takers:
-                takers.remove(victim)
-
-    def _make_room_above(self, plan: Decision, hand: list[int], now: float) -> None:
-        """Preempts for the first that lies swapped out or waits to come in, of higher priority."""
-        if self._ledger.rule.mode is AdmissionMode.RESERVE:
-            return  # everybody was promised to stay
-        candidates = sorted((*self._running, *self._waiting), key=rank, reverse=True)
-        lowest = claim_of(candidates[0]).priority if candidates else Priority.INTERACTIVE
-        first = min(self._swapped, key=rank, default=None)
-        if first is not None and claim_of(first).priority > lowest:
-            priority = claim_of(first).priority
-            num_blocks = self._blocks_to_return(first)
-        elif self._wanted and self._wanted[0].priority > lowest:
-            priority = self._wanted[0].priority
-            first = None
-            num_blocks = self._ledger.blocks_to_enter(self._wanted[0])
-        else:
-            return
-        missing = num_blocks - self._pool.usage().available - self._num_blocks_coming()
-        victims = choose_lower(candidates, priority, missing, self._is_protected)
-        freed = sum(claim_of(victim).own_blocks for victim in victims)
-        fits = (
-            self._ledger.may_return(claim_of(first), num_blocks, freed)
-            if first is not None
-            else self._ledger.may_enter(self._wanted[0], freed + self._num_blocks_coming())
-        )
-        if victims and freed >= missing and fits:
-            for victim in victims:
-                self._preempt(victim, plan, hand, missing if first is not None else 0, now)
-
-    def _victim(self) -> Sequence | None:
-        return choose_victim([*self._running, *self._waiting], self._is_protected)
-
-    def _is_protected(self, sequence: Sequence) -> bool:
-        return claim_of(sequence).num_preemptions >= self._ledger.rule.max_preemptions
-
-    def _preempt(
-        self, victim: Sequence, plan: Decision, hand: list[int], wanted: int, now: float
-    ) -> None:
-        """Takes the victim's blocks, up to `wanted` in all into `hand`, its last ones first."""
-        claim, lease = claim_of(victim), lease_of(victim)
-        blocks = list(lease.blocks)
-        lease.blocks.clear()
-        for place in reversed(range(len(blocks))):
-            if len(hand) >= wanted:
-                break
-            if self._pool.make_writable(blocks[place]):
-                hand.append(blocks[place])
-        kept = set(hand)
-        plan.free_after.append([block for block in blocks if block not in kept])
-        self._preemptions += 1
-        claim.num_preemptions += 1
-        claim.own_blocks = claim.num_shared_blocks = 0
-        (self._waiting if victim.state is SequenceState.WAITING else self._running).pop(victim)
-        num_full = blocks_for(victim.num_computed, self._block_size)
-        slots = self._host_pool.allocate(num_full) if self._host_pool is not None else None
-        if slots is None:
-            victim.move_to(SequenceState.DONE)
-            self._ledger.withdraw(claim)
-            plan.returned.append(victim)
-            return
-        victim.move_to(SequenceState.SWAPPED)
-        claim.swapped = True
-        self._swapped[victim] = _Swapped(slots, now)
-        plan.swap_outs.append(SwapOut(victim, blocks[:num_full], slots))
-
-    def _num_blocks_coming(self) -> int:
-        """Blocks that the steps under way will give back: worth a step's wait."""
-        coming = sum(claim_of(s).own_blocks for s in self._running if s.ends_unread)
-        for decision in self._unsettled:
-            coming += sum(len(blocks) for blocks in decision.free_after)
-            # These ended, but the device may still write to their blocks.
-            ended = (p.sequence for p in decision.parts if p.sequence.state is SequenceState.DONE)
-            coming += sum(claim_of(s).own_blocks for s in ended)
-        return coming
 
     # Who gets a block, or a place.
 
     def _needs_block(self, sequence: Sequence) -> bool:
-        return sequence.num_computed == len(lease_of(sequence).blocks) * self._block_size
+        return needs_block(sequence, self._block_size)
 
     def _grow(self, takers: list[Sequence], hand: list[int]) -> list[Sequence]:
         """Those of `takers` that have a place for their next row; the oldest are served first."""
@@ -312,10 +205,10 @@ class CapacityScheduler:
         A swapped one that does not fit holds back the other swapped ones, not those whose KV is
         here: their blocks are of use only in the batch.
         """
-        swapped = set(self._swapped)
+        swapped = set(self._live.swapped)
         blocked = False
-        for sequence in sorted((*swapped, *self._waiting), key=rank):
-            if len(self._running) >= self._max_batch_size:
+        for sequence in sorted((*swapped, *self._live.waiting), key=rank):
+            if len(self._live.running) >= self._max_batch_size:
                 break
             if sequence not in swapped:
                 self._join(sequence, plan, hand, ready)
@@ -323,8 +216,8 @@ class CapacityScheduler:
                 blocked = not self._bring_back(sequence, plan, hand, ready)
 
     def _join_waiting(self, plan: Decision, hand: list[int], ready: list[Sequence]) -> None:
-        for sequence in sorted(self._waiting, key=rank):
-            if len(self._running) >= self._max_batch_size:
+        for sequence in sorted(self._live.waiting, key=rank):
+            if len(self._live.running) >= self._max_batch_size:
                 break
             self._join(sequence, plan, hand, ready)
 
@@ -333,9 +226,9 @@ class CapacityScheduler:
     ) -> None:
         if self._needs_block(sequence) and not self._give_block(sequence, hand):
             return
-        del self._waiting[sequence]
+        del self._live.waiting[sequence]
         sequence.move_to(SequenceState.RUNNING)
-        self._running[sequence] = None
+        self._live.running[sequence] = None
         plan.joined.append(sequence)
         ready.append(sequence)
 
@@ -347,8 +240,8 @@ class CapacityScheduler:
         claim = claim_of(sequence)
         count = self._blocks_to_return(sequence)
         # When nothing else is here, the expectation does not matter: it may grow to the end.
-        if self._running or self._waiting:
-            ahead = [w for w in self._wanted if w.priority > claim.priority]
+        if self._live.running or self._live.waiting:
+            ahead = [w for w in self._live.wanted if w.priority > claim.priority]
             if not self._ledger.may_return(claim, count, len(hand), ahead):
                 return False
         taken = self._pool.allocate(max(0, count - len(hand)))
@@ -357,13 +250,13 @@ class CapacityScheduler:
         while len(taken) < count:
             taken.append(hand.pop())
         lease_of(sequence).blocks.extend(taken)
-        slots = self._swapped.pop(sequence).slots
+        slots = self._live.swapped.pop(sequence).slots
         claim.swapped = False
         claim.own_blocks = count
         plan.swap_ins.append(SwapIn(sequence, slots, taken[: len(slots)]))
         self._free_slots(slots)  # a later decision's copies run after this one's
         sequence.move_to(SequenceState.RUNNING)
-        self._running[sequence] = None
+        self._live.running[sequence] = None
         if not sequence.ends_unread:
             ready.append(sequence)
         return True
@@ -376,6 +269,6 @@ class CapacityScheduler:
         self._host_pool.free(slots)
 
     def _age(self, now: float) -> None:
-        for sequence, swapped in self._swapped.items():
+        for sequence, swapped in self._live.swapped.items():
             if now - swapped.since >= BATCH_AGEING_S:
                 claim_of(sequence).priority = Priority.INTERACTIVE

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from legato.worker.scheduling.live import claim_of, rank
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as SequenceOf
 
-    from legato.worker.kv.block_lease import BlockLease
     from legato.worker.priority import Priority
-    from legato.worker.scheduling.claim import Claim
     from legato.worker.sequence import Sequence
-
-
-def rank(sequence: Sequence) -> tuple[int, int]:
-    """The lesser goes first and yields last: priority, then arrival."""
-    return (-claim_of(sequence).priority, sequence.arrival)
 
 
 def choose_victim(
@@ -49,15 +44,3 @@ def choose_lower(
             victims.append(sequence)
             num_blocks -= claim_of(sequence).own_blocks
     return victims
-
-
-def claim_of(sequence: Sequence) -> Claim:
-    """Of a sequence in the scheduler, which has one."""
-    assert sequence.claim is not None, "not admitted"
-    return sequence.claim
-
-
-def lease_of(sequence: Sequence) -> BlockLease:
-    """Of a sequence in the scheduler, which has one."""
-    assert sequence.lease is not None, "scheduled without blocks"
-    return sequence.lease
