@@ -43,6 +43,7 @@ class Answer:
     claim: Claim | None = None
     lease: BlockLease | None = None
     sequence: Sequence | None = None
+    num_found_blocks: int = 0  # that the pool had already
     num_preemptions: int = 0
     admitted_s: float | None = None
     ended_s: float | None = None
@@ -60,7 +61,7 @@ class Answer:
     @property
     def content(self) -> int:
         """Names the prompt: the answers to one request share its KV."""
-        return self.request.number + 1
+        return self.request.content + 1
 
     @property
     def seed(self) -> int:
@@ -100,6 +101,11 @@ class Answer:
     def row(self, position: int, token: int) -> int:
         """The KV of one of its tokens."""
         return row_of(self.content, position, token)
+
+    def block_hashes(self) -> list[bytes]:
+        """Names of the prompt's full blocks."""
+        num_full = self.request.num_prompt_tokens // self.block_size
+        return [b"%d:%d" % (self.content, block) for block in range(num_full)]
 
     def new_sequence(self) -> Sequence:
         """As the Decode call would make it, once all rows but the last token's have landed."""

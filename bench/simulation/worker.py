@@ -189,7 +189,8 @@ class DecodeWorkerSimulation:
     def _begin_landing(self, answers: list[Answer]) -> None:
         first = answers[0]
         if first.claim is not None:
-            blocks, _ = self.ledger.bind(first.claim)
+            hashes = first.block_hashes() if self.workload.prefix_cache else []
+            blocks, first.num_found_blocks = self.ledger.bind(first.claim, hashes)
             first.lease = BlockLease(self.pool, blocks)
             self._log("bind", first.name, *blocks)
 
@@ -201,10 +202,13 @@ class DecodeWorkerSimulation:
                 assert answer.claim is None
             return
         num_rows = first.claim.rows
-        for position in range(num_rows):
+        size = self.workload.block_size
+        for position in range(first.num_found_blocks * size, num_rows):
             row = first.row(position, first.token(position))
             self.kv.write(first.lease.blocks, position, row)
-        size = self.workload.block_size
+        if self.workload.prefix_cache:
+            for block, name in zip(first.lease.blocks, first.block_hashes(), strict=False):
+                self.pool.register(block, name)
         num_full, rest = divmod(num_rows, size)
         for answer in answers:
             answer.emit(answer.prefill())

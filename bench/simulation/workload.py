@@ -23,6 +23,7 @@ class Request:
     deadline_s: float | None = None  # after arrival
     cancel_s: float | None = None  # after arrival
     num_answers: int = 1
+    content: int = 0  # requests with the same one have the same prompt, as far as both go
 
     @property
     def max_rows(self) -> int:
@@ -44,6 +45,7 @@ class Workload:
     risk: float = 0.6
     prior_tokens: int = PRIOR_TOKENS
     overlap: bool = False
+    prefix_cache: bool = False
     step_s: float = 0.01
     prefill_s_per_token: float = 0.0001
     max_passed_over_s: float = 2.0
@@ -69,6 +71,7 @@ def random_workload(seed: int) -> Workload:
     cancel_share = draw.choice((0.0, 0.1, 0.3))
     deadline_share = draw.choice((0.0, 0.2))
     fork_share = draw.choice((0.0, 0.2))
+    num_contents = draw.choice((2, num_requests, num_requests))
     burst = draw.choice((1, 4, 16))
     requests: list[Request] = []
     now = 0.0
@@ -100,6 +103,7 @@ def random_workload(seed: int) -> Workload:
                 deadline_s=draw.uniform(0.1, 5) if draw.random() < deadline_share else None,
                 cancel_s=draw.uniform(0, 3) if draw.random() < cancel_share else None,
                 num_answers=draw.randint(2, 4) if draw.random() < fork_share else 1,
+                content=number % num_contents,
             )
         )
     return Workload(
@@ -113,6 +117,7 @@ def random_workload(seed: int) -> Workload:
         risk=draw.choice((0.1, 0.5, 0.5, 0.9, 0.99)),
         prior_tokens=draw.choice((2, 8, 256)),
         overlap=draw.random() < 0.5,
+        prefix_cache=draw.random() < 0.5,
         prefill_s_per_token=draw.choice((0.0, 0.0001, 0.002)),
         max_passed_over_s=draw.choice((0.05, 0.5, 2.0)),
     )
@@ -135,6 +140,7 @@ def overload(
                 num_prompt_tokens=draw.randint(16, 512),
                 num_output_tokens=output,
                 max_tokens=1024,
+                content=number,
             )
         )
     return Workload(
