@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from legato.bench.simulation.worker import DecodeWorkerSimulation
 from legato.bench.simulation.workload import overload
 from legato.worker.scheduling.claim import AdmissionMode
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def main() -> None:
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one line a rule."""
     parser = argparse.ArgumentParser(prog="python -m legato.bench.simulation", description=__doc__)
     parser.add_argument("--blocks", type=int, default=1000, help="of 16 tokens, in the pool")
@@ -18,7 +22,7 @@ def main() -> None:
     parser.add_argument(
         "--risk", type=float, action="append", help="of expected admission; may be repeated"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     print(f"{'admission':>14} {'occupancy':>9} {'tokens/step':>11} {'preempted':>9} {'moved':>7}")
     rules = [(AdmissionMode.RESERVE, 0.5)]
     rules += [(AdmissionMode.EXPECTED, risk) for risk in args.risk or (0.1, 0.3, 0.5, 0.6, 0.7)]

@@ -160,6 +160,23 @@ def test_what_a_victim_gives_is_held_until_settled() -> None:
     assert bench.pool.usage().available == 3
 
 
+def test_a_victims_block_that_is_given_out_is_not_found_by_its_hash_any_more() -> None:
+    bench = Bench(6, num_slots=8)
+    first, second = bench.join(7, 16), bench.join(15, 8)
+    assert first.lease is not None
+    assert second.lease is not None
+    bench.step()
+    hashes = [b"%d" % place for place in range(4)]
+    for block, block_hash in zip(second.lease.blocks, hashes, strict=True):
+        assert bench.pool.register(block, block_hash)
+    [out] = bench.step().swap_outs
+    given = first.lease.blocks[-1]
+    assert given in out.blocks
+    assert bench.pool.is_writable(given)
+    found = bench.pool.count_cached_prefix(hashes)
+    assert 0 < found == out.blocks.index(given) < 4
+
+
 def test_one_comes_back_into_other_blocks_in_order_and_its_slots_are_free_again() -> None:
     bench = Bench(6, num_slots=8)
     first, second = bench.join(7, 6), bench.join(15, 9)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from legato.bench.simulation.__main__ import main
 from legato.bench.simulation.queue import WaitingQueue
 from legato.bench.simulation.worker import DecodeWorkerSimulation
 from legato.bench.simulation.workload import overload, random_workload
@@ -73,6 +74,16 @@ def test_under_overload_expected_admission_keeps_the_pool_full() -> None:
     assert expected.preemptions <= 250 * 0.15  # about 0.1 an answer, on traces of this kind
     assert expected.steps < 0.6 * strict.steps
     assert strict.finished == expected.finished == 250
+
+
+def test_the_command_prints_a_line_for_each_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--blocks", "100", "--requests", "30", "--risk", "0.6"])
+    header, strict, expected = capsys.readouterr().out.splitlines()
+    assert header.split() == ["admission", "occupancy", "tokens/step", "preempted", "moved"]
+    assert strict.split()[0] == "reserve"
+    assert strict.split()[3:] == ["0", "0"]
+    assert expected.split()[:2] == ["expected", "0.6"]
+    assert float(expected.split()[3]) > float(strict.split()[2])
 
 
 class LeaksOnCancel(DecodeWorkerSimulation):
@@ -205,6 +216,12 @@ class CopiesForksTooLate(DecodeWorkerSimulation):
             if decision is not None:
                 decision.copies.clear()
             return decision
+
+
+def test_admission_on_the_prompt_alone_makes_a_storm_of_preemptions() -> None:
+    workload = overload(1, num_requests=250, num_blocks=400, mode=AdmissionMode.EXPECTED, risk=0.6)
+    report = ExpectsNoGrowth(workload, checks=False).run()
+    assert report.preemptions > 250 * 0.5  # the bound above is 0.15
 
 
 BUGS = [

@@ -205,7 +205,7 @@ class CapacityScheduler:
         A swapped one that does not fit holds back the other swapped ones, not those whose KV is
         here: their blocks are of use only in the batch.
         """
-        swapped = set(self._live.swapped)
+        swapped = dict(self._live.swapped)  # in order, whatever the hashes
         blocked = False
         for sequence in sorted((*swapped, *self._live.waiting), key=rank):
             if len(self._live.running) >= self._max_batch_size:
