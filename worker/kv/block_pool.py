@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from legato.worker.kv.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,9 +62,7 @@ class BlockPool:
         self._returned: list[int] = []
         self._num_touched = 0  # blocks from here on were never used, and are free
         self._references: dict[int, int] = {}  # of the held ones
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the next to evict first
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._index = PrefixIndex()
         self._reserved = 0
         self._prefix_blocks_asked = self._prefix_blocks_hit = self._evictions = 0
         self._lock = threading.Lock()
@@ -79,7 +78,7 @@ class BlockPool:
             return PoolUsage(
                 total=self._total,
                 free=len(self._returned) + self._total - self._num_touched,
-                cached=len(self._cached),
+                cached=len(self._index.cached),
                 held=len(self._references),
                 reserved=self._reserved,
             )
@@ -147,10 +146,10 @@ class BlockPool:
         _check_count(reserved)
         with self._lock:
             self._check_promised(reserved)
-            shared = self._match(block_hashes, num_blocks)
+            shared = self._index.match(block_hashes, num_blocks)
             _check_unique(shared)
             num_new = num_blocks - len(shared)
-            num_cached = sum(block in self._cached for block in shared)
+            num_cached = sum(block not in self._references for block in shared)
             if num_new + num_cached > self._available() + reserved:
                 return None
             self._reserved -= reserved
@@ -162,7 +161,7 @@ class BlockPool:
     def count_cached_prefix(self, block_hashes: Sequence[bytes]) -> int:
         """How many first blocks `acquire` would share now, held ones included. Only a look."""
         with self._lock:
-            return len(self._match(block_hashes, len(block_hashes)))
+            return len(self._index.match(block_hashes, len(block_hashes)))
 
     def register(self, block: int, block_hash: bytes) -> bool:
         """Says that a held block is full and will not change, and makes it findable.
@@ -176,12 +175,7 @@ class BlockPool:
         """
         with self._lock:
             self._check_held([block], "registered")
-            if self._hash_of.get(block, block_hash) != block_hash:
-                raise ValueError(f"block {block} is registered under another hash")
-            if self._block_of.setdefault(block_hash, block) != block:
-                return False
-            self._hash_of[block] = block_hash
-            return True
+            return self._index.register(block, block_hash)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Refers once more to each.
@@ -223,8 +217,8 @@ class BlockPool:
             self._check_held([block], "made writable")
             if self._references[block] > 1:
                 return False
-            if block in self._hash_of:
-                self._unregister(block)
+            if block in self._index:
+                self._index.unregister(block)
             return True
 
     def replace(self, block: int) -> int | None:
@@ -232,6 +226,7 @@ class BlockPool:
 
         A writable block comes back as it is. Else a new one is taken, and the caller's reference
         to the old one is gone: the caller copies the contents before anything else is allocated.
+        Where another thread may allocate meanwhile: `allocate`, copy, `free` the old one instead.
 
         Returns:
             The block; None, and nothing has changed, where none is available.
@@ -252,10 +247,7 @@ class BlockPool:
     def forget_cached(self) -> None:
         """All cached blocks become free; held ones stay registered."""
         with self._lock:
-            for block in self._cached:
-                self._unregister(block)
-            self._returned.extend(self._cached)
-            self._cached.clear()
+            self._returned.extend(self._index.evict_all())
 
     def references(self) -> dict[int, int]:
         """How many refer to each held block. A copy, for checks."""
@@ -265,17 +257,12 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in exactly one state, and all books agree."""
         with self._lock:
-            touched = [*self._returned, *self._cached, *self._references]
+            touched = [*self._returned, *self._index.cached, *self._references]
             assert len(touched) == len(set(touched)), "a block is in two states"
             assert set(touched) == set(range(self._num_touched)), "a block is lost"
             assert self._num_touched <= self._total, "there are blocks beyond the pool's end"
             assert all(n > 0 for n in self._references.values()), "held without a reference"
-            assert len(self._hash_of) == len(self._block_of), "a hash has lost its block"
-            for block, block_hash in self._hash_of.items():
-                assert self._block_of.get(block_hash) == block, "a block and its hash disagree"
-            usable = self._cached.keys() | self._references.keys()
-            assert self._hash_of.keys() <= usable, "a free block is registered"
-            assert self._cached.keys() <= self._hash_of.keys(), "a cached block has no hash"
+            self._index.check_integrity(self._references)
             assert 0 <= self._reserved <= self._total - len(self._references), (
                 "more is promised than there is"
             )
@@ -286,7 +273,7 @@ class BlockPool:
         return self._total - len(self._references) - self._reserved
 
     def _take(self, num_blocks: int) -> list[int]:
-        """`num_blocks` that there are, none of them cached for the caller."""
+        """Free blocks, then evicted ones; the caller knows that there are as many."""
         blocks = []
         for _ in range(num_blocks):
             if self._returned:
@@ -295,27 +282,16 @@ class BlockPool:
                 block = self._num_touched
                 self._num_touched += 1
             else:
-                block, _ = self._cached.popitem(last=False)
-                self._unregister(block)
+                block = self._index.evict()
                 self._evictions += 1
             self._references[block] = 1
-            blocks.append(block)
-        return blocks
-
-    def _match(self, block_hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The blocks of the longest registered prefix, at most `limit`."""
-        blocks: list[int] = []
-        for block_hash in block_hashes:
-            block = self._block_of.get(block_hash)
-            if block is None or len(blocks) == limit:
-                break
             blocks.append(block)
         return blocks
 
     def _refer(self, blocks: Iterable[int]) -> None:
         """One more reference to held or cached blocks."""
         for block in blocks:
-            self._cached.pop(block, None)
+            self._index.unpark(block)
             self._references[block] = self._references.get(block, 0) + 1
 
     def _drop(self, block: int) -> None:
@@ -324,16 +300,13 @@ class BlockPool:
             self._references[block] -= 1
             return
         del self._references[block]
-        if block in self._hash_of:
-            self._cached[block] = None
+        if block in self._index:
+            self._index.park(block)
         else:
             self._returned.append(block)
 
-    def _unregister(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
-
     def _is_writable(self, block: int) -> bool:
-        return self._references.get(block) == 1 and block not in self._hash_of
+        return self._references.get(block) == 1 and block not in self._index
 
     def _check_held(self, blocks: Sequence[int], done: str) -> None:
         _check_unique(blocks)
