@@ -204,6 +204,23 @@ class BlockPool:
         with self._lock:
             return self._is_writable(block)
 
+    def make_writable(self, block: int) -> bool:
+        """Forgets a held block's hash, if the caller holds the only reference to it.
+
+        Returns:
+            Whether the caller may change it now; where not, nothing has changed.
+
+        Raises:
+            ValueError: the block is not held.
+        """
+        with self._lock:
+            self._check_held([block], "made writable")
+            if self._references[block] > 1:
+                return False
+            if block in self._index:
+                self._index.unregister(block)
+            return True
+
     def replace(self, block: int) -> int | None:
         """The block to write to in place of this held one: copy on write.
 
@@ -231,6 +248,11 @@ class BlockPool:
         """All cached blocks become free; held ones stay registered."""
         with self._lock:
             self._returned.extend(self._index.evict_all())
+
+    def references(self) -> dict[int, int]:
+        """How many refer to each held block. A copy, for checks."""
+        with self._lock:
+            return dict(self._references)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in exactly one state, and all books agree."""

@@ -60,6 +60,11 @@ class PrefixIndex:
         """Somebody holds the block, again or anyway."""
         self._cached.pop(block, None)
 
+    def unregister(self, block: int) -> None:
+        """A registered block that somebody holds is not found any more."""
+        assert block not in self._cached, "nobody holds the block"
+        self._unregister(block)
+
     def evict(self) -> int:
         """Takes out the block that was parked first; there is one."""
         block, _ = self._cached.popitem(last=False)
