@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults test-aot tokenizers bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,8 +42,14 @@ integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
 test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
 	@LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
 
+test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
+	@LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_properties.py
+
 test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, all shapes
 	@LEGATO_AOT=full $(BIN)/python -m pytest -q --timeout 7200 tests/kernels/test_aot_*.py
+
+test-simulation: $(STAMP) ## The decode scheduler under 1,000 workloads in virtual time
+	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q tests/unit/test_decode_simulation.py
 
 tokenizers: $(TOKENIZERS_STAMP) ## Fetch the real tokenizers that some tests compare with (by npm)
 

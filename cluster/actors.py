@@ -100,6 +100,7 @@ class WorkerActor:
                 kv_memory_bytes=engine.kv_memory_bytes,
                 block_size=engine.block_size,
                 prefill_chunk_tokens=engine.prefill_chunk_tokens,
+                prefix_cache=engine.prefix_cache,
                 max_batch_size=engine.max_batch_size,
                 context_length=engine.context_length,
                 num_threads=place.num_threads,

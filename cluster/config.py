@@ -29,6 +29,7 @@ class EngineOptions:
     kv_memory_bytes: int = 1 << 30
     block_size: int = 16
     prefill_chunk_tokens: int = 2048
+    prefix_cache: bool = True
     max_batch_size: int = 256
     context_length: int | None = None
     num_threads: int | None = None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from legato.protos import generation_pb2
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 128
 MAX_MESSAGES = 1024
 MAX_N = 128
 _PRIORITIES = ", ".join(common_pb2.Priority.keys())
@@ -50,6 +51,7 @@ class RequestSpec:
     stop: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     batch_priority: bool
+    cache_salt: str
 
     @property
     def max_tokens(self) -> int:
@@ -77,6 +79,7 @@ def parse_request(
     _check_num_messages(request.messages.messages, least=0)
     check_known_fields(request)
     request_id = _request_id(request.request_id)
+    _check_printable("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
     _check_n(request)
     if request.priority not in common_pb2.Priority.values():
         raise invalid(f"priority is {request.priority}, limit one of {_PRIORITIES}")
@@ -90,15 +93,20 @@ def parse_request(
         stop=tuple(request.sampling.stop),
         eos_token_ids=tuple(i for i in text.eos_token_ids if i < limits.vocab_size),
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
+        cache_salt=request.cache_salt,
     )
 
 
 def _request_id(asked: str) -> str:
-    if len(asked) > MAX_REQUEST_ID_CHARS:
-        raise invalid(f"request_id has {len(asked)} chars, limit {MAX_REQUEST_ID_CHARS}")
-    if not all(" " <= char <= "~" for char in asked):
-        raise invalid(f"request_id is {shown(asked)}, limit printable ASCII characters")
+    _check_printable("request_id", asked, MAX_REQUEST_ID_CHARS)
     return asked or uuid.uuid4().hex
+
+
+def _check_printable(field: str, asked: str, max_chars: int) -> None:
+    if len(asked) > max_chars:
+        raise invalid(f"{field} has {len(asked)} chars, limit {max_chars}")
+    if not all(" " <= char <= "~" for char in asked):
+        raise invalid(f"{field} is {shown(asked)}, limit printable ASCII characters")
 
 
 def _check_n(request: generation_pb2.GenerateRequest) -> None:

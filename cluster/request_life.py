@@ -51,6 +51,7 @@ class Life:
     tries: int = 0  # numbers each try for the workers, refused ones included
     moves: int = 0
     refusals: int = 0
+    cached_prompt_tokens: int = 0  # as Usage has it
 
     def demand(self, avoid: frozenset[str]) -> Demand:
         """What the next attempt needs. With one token left to generate it ends in prefill."""
@@ -141,6 +142,7 @@ async def attempt(life: Life, placement: Placement) -> Ending:
         num_prompt_tokens=len(spec.prompt_token_ids),
         sampling=spec.sampling,
         eos_token_ids=spec.eos_token_ids,
+        cache_salt=spec.cache_salt,
     )
     prefill: PrefillCall | None = None
     decode: DecodeCall | None = None
@@ -165,6 +167,7 @@ async def attempt(life: Life, placement: Placement) -> Ending:
         first = await prefill.first_token()
         placement.computed()
         _count_prefill(life.timings, first, len(token_ids))
+        life.cached_prompt_tokens = min(first.cached_tokens, len(spec.prompt_token_ids))
         if first.finish_reason == common_pb2.FINISH_REASON_CANCELLED:
             raise WorkerFailedError(placement.prefill, "it ended the sequence early")
         # Without a decode worker this is the end, whatever prefill says of it.
@@ -232,6 +235,7 @@ async def finish(life: Life, ending: Ending) -> None:
                     prompt_tokens=len(life.spec.prompt_token_ids),
                     completion_tokens=len(life.answer.token_ids),
                     seed=life.spec.sampling.seed,
+                    cached_prompt_tokens=life.cached_prompt_tokens,
                 ),
                 timings=timings,
                 stop_reason=ending.stop_reason,
@@ -300,4 +304,4 @@ def _count_prefill(
     timings.prefill_forwards += first.prefill_forwards
     timings.prefill_wait_s += first.wait_s
     timings.prefill_model_s += first.model_s
-    timings.kv_tokens_written += num_tokens
+    timings.kv_tokens_written += num_tokens - first.cached_tokens

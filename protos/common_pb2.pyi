@@ -350,6 +350,10 @@ class WorkerLoad(_message.Message):
     KV_TRANSFERS_COMPLETED_FIELD_NUMBER: _builtins.int
     KV_TRANSFERS_FAILED_FIELD_NUMBER: _builtins.int
     KV_CHUNKS_REFUSED_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_ASKED_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_HIT_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_EVICTED_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks: total == free + reserved + held."""
     free_blocks: _builtins.int
@@ -376,6 +380,14 @@ class WorkerLoad(_message.Message):
     kv_transfers_failed: _builtins.int
     kv_chunks_refused: _builtins.int
     """Chunks refused by the fence: unknown or old epoch, bad checksum, bad range."""
+    cached_blocks: _builtins.int
+    """Of the free blocks, those that hold a prefix which may be wanted again."""
+    prefix_blocks_asked: _builtins.int
+    """Prefix cache, since the process started: full blocks that prompts asked for, those that were
+    found, and those that were given up for room.
+    """
+    prefix_blocks_hit: _builtins.int
+    prefix_blocks_evicted: _builtins.int
     def __init__(
         self,
         *,
@@ -396,10 +408,14 @@ class WorkerLoad(_message.Message):
         kv_transfers_completed: _builtins.int = ...,
         kv_transfers_failed: _builtins.int = ...,
         kv_chunks_refused: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        prefix_blocks_asked: _builtins.int = ...,
+        prefix_blocks_hit: _builtins.int = ...,
+        prefix_blocks_evicted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request in logs; at most 128 printable ASCII characters.
     Empty: the router makes one. An id that is in flight is refused with ALREADY_EXISTS.
@@ -43,6 +44,11 @@ class GenerateRequest(_message.Message):
     parse_special_tokens: _builtins.bool
     """Control tokens written out in `text` or in a message's content (such as "<|im_end|>") are
     plain text unless this is true.
+    """
+    cache_salt: _builtins.str
+    """Prompts share the KV of what they begin with, unless their salts differ: give each tenant one
+    of its own, and nobody can tell by the time to the first token what others asked. At most 128
+    printable ASCII characters.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -63,10 +69,11 @@ class GenerateRequest(_message.Message):
         n: _builtins.int | None = ...,
         priority: _common_pb2.Priority.ValueType = ...,
         parse_special_tokens: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "messages", b"messages", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "messages", b"messages", "n", b"n", "parse_special_tokens", b"parse_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "messages", b"messages", "n", b"n", "parse_special_tokens", b"parse_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -254,21 +261,27 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     """Tokens delivered; the tokens of a stop string count, though their text is not delivered."""
     seed: _builtins.int
     """The seed that was used."""
+    cached_prompt_tokens: _builtins.int
+    """Of prompt_tokens, those whose KV was found in a prefill worker's prefix cache (after a move to
+    other workers: the last time).
+    """
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,7 +340,7 @@ class Timings(_message.Message):
     """
     decode_forwards: _builtins.int
     kv_tokens_written: _builtins.int
-    """Rows of KV that decode or prefill computed and wrote: prompt + N - 1."""
+    """Rows of KV that decode or prefill computed and wrote: prompt + N - 1, less what was cached."""
     kv_bytes_handed_over: _builtins.int
     attempts: _builtins.int
     """1, plus one for each time the request was moved to other workers."""

@@ -60,9 +60,12 @@ class PrefillRequest(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of `token_ids` are prompt; the rest count as output for penalties and positions."""
     decode_address: _builtins.str
+    cache_salt: _builtins.str
+    """KV is shared only among prompts with the same salt. At most 256 bytes."""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -89,10 +92,11 @@ class PrefillRequest(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ticket: Global___KvTicket | None = ...,
         decode_address: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "eos_token_ids", b"eos_token_ids", "key", b"key", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "decode_address", b"decode_address", "eos_token_ids", b"eos_token_ids", "key", b"key", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,12 +142,15 @@ class FirstToken(_message.Message):
     PREFILL_FORWARDS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
     model_s: _builtins.float
     prefill_forwards: _builtins.int
     finished: _builtins.bool
     """Set when this token ends the answer: no hand-off follows, whatever the ticket says."""
     finish_reason: _common_pb2.FinishReason.ValueType
+    cached_tokens: _builtins.int
+    """Of `token_ids`, those whose KV was there already and was not computed again."""
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
     def __init__(
@@ -155,10 +162,11 @@ class FirstToken(_message.Message):
         prefill_forwards: _builtins.int = ...,
         finished: _builtins.bool = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "finished", b"finished", "model_s", b"model_s", "prefill_forwards", b"prefill_forwards", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "finished", b"finished", "model_s", b"model_s", "prefill_forwards", b"prefill_forwards", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

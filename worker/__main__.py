@@ -42,6 +42,7 @@ def main() -> int:
             kv_memory_bytes=parse_byte_size(arguments.kv_memory, "--kv-memory"),
             block_size=arguments.block_size,
             prefill_chunk_tokens=arguments.prefill_chunk_tokens,
+            prefix_cache=arguments.prefix_cache,
             max_batch_size=arguments.max_batch_size,
             context_length=arguments.context_length,
             num_threads=arguments.threads,
@@ -112,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", default="1GiB")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--prefill-chunk-tokens", type=int, default=2048)
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV of prompts' beginnings while there is room",
+    )
     parser.add_argument("--max-batch-size", type=int, default=256)
     parser.add_argument("--context-length", type=int, default=None)
     parser.add_argument("--threads", type=int, default=None)

@@ -34,6 +34,7 @@ class WorkerConfig:
     kv_memory_bytes: int = 1 << 30
     block_size: int = 16
     prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
+    prefix_cache: bool = True  # keep the KV of prompts' beginnings while there is room
     max_batch_size: int = 256  # most sequences of one decode forward
     context_length: int | None = None  # lowers the model's own limit
     num_threads: int | None = None  # of torch; None: torch's default

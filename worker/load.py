@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from legato.worker.config import Role
     from legato.worker.engine import EngineStats
     from legato.worker.handoff.transfer_counters import TransferCounters
-    from legato.worker.kv.block_pool import PoolUsage
+    from legato.worker.kv.block_pool import PoolCounters, PoolUsage
 
 
 def worker_load(
     role: Role,
     usage: PoolUsage,
+    counters: PoolCounters,
     stats: EngineStats,
     transfers: TransferCounters,
     num_landing: int,
@@ -23,9 +24,13 @@ def worker_load(
     """Gauges and counters; an engine's steps are of its worker's role."""
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,
-        free_blocks=usage.free,
+        free_blocks=usage.available,
         reserved_blocks=usage.reserved,
         held_blocks=usage.held,
+        cached_blocks=usage.cached,
+        prefix_blocks_asked=counters.prefix_blocks_asked,
+        prefix_blocks_hit=counters.prefix_blocks_hit,
+        prefix_blocks_evicted=counters.evictions,
         running=stats.running,
         waiting=stats.waiting,
         transferring=transfers.sending + num_landing,

@@ -55,6 +55,7 @@ class WorkerNode:
     pager: KvPager
     peers: PeerChannels
     transfers: TransferCounters
+    prefix_cache: bool
 
     @classmethod
     def build(
@@ -113,6 +114,7 @@ class WorkerNode:
             pager=KvPager(cache),
             peers=PeerChannels(),
             transfers=TransferCounters(),
+            prefix_cache=config.prefix_cache,
         )
 
     def load(self) -> common_pb2.WorkerLoad:
@@ -120,6 +122,7 @@ class WorkerNode:
         return worker_load(
             self.identity.role,
             self.pool.usage(),
+            self.pool.counters(),
             self.engine.stats(),
             self.transfers,
             self.tickets.num_landing,
@@ -133,6 +136,7 @@ class WorkerNode:
                 self.lifecycle,
                 self.engine,
                 KvSender(self.identity, self.pager, self.peers, self.transfers),
+                prefix_cache=self.prefix_cache,
             ),
             server,
         )

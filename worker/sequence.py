@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.sampling_params import SamplingParams
+    from legato.worker.scheduling.claim import Claim
 
 
 class FinishReason(Enum):
@@ -20,10 +21,11 @@ class FinishReason(Enum):
 
 
 class SequenceState(Enum):
-    """Where a sequence stands; it only moves forward."""
+    """Where a sequence stands."""
 
     WAITING = auto()  # queued, nothing computed
     RUNNING = auto()  # in the schedule: its blocks are pinned by the engine
+    SWAPPED = auto()  # preempted: its KV is in host memory, it has no blocks
     DONE = auto()  # out of the schedule: finished here, or removed
 
     def can_become(self, target: SequenceState) -> bool:
@@ -32,6 +34,10 @@ class SequenceState(Enum):
             (SequenceState.WAITING, SequenceState.RUNNING),
             (SequenceState.WAITING, SequenceState.DONE),
             (SequenceState.RUNNING, SequenceState.DONE),
+            (SequenceState.WAITING, SequenceState.SWAPPED),
+            (SequenceState.RUNNING, SequenceState.SWAPPED),
+            (SequenceState.SWAPPED, SequenceState.RUNNING),
+            (SequenceState.SWAPPED, SequenceState.DONE),
         }
 
 
@@ -49,10 +55,14 @@ class Sequence:
     params: SamplingParams
     eos_token_ids: frozenset[int]
     num_computed: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks; [] where none are
+    num_cached: int = 0  # of `num_computed`, those that were found in the prefix cache
     num_unread: int = 0  # 0 or 1
     finish_reason: FinishReason | None = None
     lease: BlockLease | None = None
     state: SequenceState = SequenceState.WAITING
+    arrival: int = 0  # the lesser came first to the router
+    claim: Claim | None = None  # on a decode worker's pool; knows priority and preemptions
     num_forwards: int = 0
     model_s: float = 0.0
     submitted_at_s: float = 0.0

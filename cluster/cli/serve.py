@@ -96,6 +96,10 @@ def serve(
     prefill_chunk_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt tokens of a prefill step.")
     ] = 2048,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(help="Keep the KV of prompts' beginnings while there is room."),
+    ] = True,
     worker_host: Annotated[
         str,
         typer.Option(
@@ -162,6 +166,7 @@ def serve(
             kv_memory_bytes=kv_memory_bytes,
             block_size=block_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            prefix_cache=prefix_cache,
             max_batch_size=max_batch_size,
             context_length=context_length,
             num_threads=threads,

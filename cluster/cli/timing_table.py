@@ -39,7 +39,11 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
         rate = (usage.completion_tokens - 1) / times.decode_s
         rows.append(("decode rate", f"{rate:.1f} tokens/s", "of this one stream, as decoded"))
     rows += [
-        ("tokens", f"{usage.prompt_tokens} in, {usage.completion_tokens} out", ""),
+        (
+            "tokens",
+            f"{usage.prompt_tokens} in, {usage.completion_tokens} out",
+            f"{usage.cached_prompt_tokens} in were cached" if usage.cached_prompt_tokens else "",
+        ),
         (
             "forward passes",
             f"{times.prefill_forwards} prefill, {times.decode_forwards} decode",

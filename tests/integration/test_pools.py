@@ -50,7 +50,7 @@ async def test_what_never_fits_is_refused_at_once_and_blocks_nobody(folder: Path
             assert time.monotonic() - started < 1
         # The documented edge: prompt + max_tokens - 1 rows fit exactly.
         for prompt_tokens, max_tokens in ((256, 1), (255, 2), (240, 17)):
-            prompt = [(i * 31) % 256 for i in range(prompt_tokens)]
+            prompt = [(i * 31 + prompt_tokens) % 256 for i in range(prompt_tokens)]
             answer = await collect(
                 service.generation.Generate(
                     request(prompt, max_tokens=max_tokens, ignore_eos=True), timeout=30

@@ -75,7 +75,7 @@ async def test_n_tokens_cost_one_prefill_and_n_minus_1_decode_forwards(
     service: LocalService, n: int
 ) -> None:
     prefill_before, decode_before = await counters(service)
-    prompt = list(b"count the forwards")
+    prompt = list(f"count {n} forwards".encode())  # of its own: nothing of it is cached
     answer = await collect(
         service.generation.Generate(request(prompt, max_tokens=n, ignore_eos=True), timeout=30)
     )

@@ -83,6 +83,34 @@ async def test_every_prompt_length_over_three_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+async def test_cached_prompts_and_second_turns_give_the_same_tokens(tmp_path: Path) -> None:
+    folder = make_llama_folder(tmp_path / "tiny")
+    oracle = load_oracle(folder)
+    args = ["--block-size", str(BLOCK_SIZE)]
+    async with LocalService(folder, worker_args=args) as service:
+
+        async def ask(prompt: list[int]) -> tuple[list[int], int]:
+            answer = await collect(
+                service.generation.Generate(
+                    request(prompt, max_tokens=20, ignore_eos=True), timeout=60
+                )
+            )
+            cached = answer.done.usage.cached_prompt_tokens
+            assert answer.done.timings.kv_tokens_written == len(prompt) + 19 - cached
+            return answer.token_ids, cached
+
+        for n in (1, 15, 16, 17, 31, 32, 33, 47, 48, 49):
+            prompt = [(11 * n + 17 * i * i + i) % 256 for i in range(n)]
+            answer, cached = await ask(prompt)
+            assert (answer, cached) == (greedy(oracle, prompt, 20), 0), n
+            assert await ask(prompt) == (answer, (n - 1) // BLOCK_SIZE * BLOCK_SIZE), n
+            turn = [*prompt, *answer, 3, 1, 4]
+            expected = greedy(oracle, turn, 20)
+            assert await ask(turn) == (expected, n // BLOCK_SIZE * BLOCK_SIZE), n
+        await service.wait_idle()
+
+
+@pytest.mark.integration
 async def test_a_lost_row_would_be_seen(tmp_path: Path) -> None:
     """The comparison above is not blind: without one token of the prompt the answer differs."""
     oracle = load_oracle(make_llama_folder(tmp_path / "tiny"))

@@ -80,6 +80,7 @@ def fake_parse(
         sampling=sampling,
         stop=tuple(sampling.stop),
         eos_token_ids=text.eos_token_ids,
+        cache_salt=request.cache_salt,
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
     )
 

@@ -168,12 +168,14 @@ class Attempt:
         attempt: int = 0,
         eos: Sequence[int] = (),
         emitted: Sequence[int] = (),
+        cache_salt: str = "",
     ) -> None:
         self.pair = pair
         self.prompt = list(prompt)
         self.tokens = [*prompt, *emitted]
         self.params = params
         self.eos = list(eos)
+        self.cache_salt = cache_salt
         self.key = worker_pb2.AttemptKey(request_id=request_id, attempt=attempt)
         self.decode_call: Any = None
         self.prefill_call: Any = None
@@ -216,6 +218,7 @@ class Attempt:
             eos_token_ids=self.eos,
             ticket=self.ticket,
             decode_address=(address or self.pair.d.address) if self.ticket else "",
+            cache_salt=self.cache_salt,
         )
 
     def start_prefill(self, address: str | None = None) -> None:

@@ -113,7 +113,7 @@ def test_any_history_of_tickets_keeps_the_pool_whole(
             try:
                 tickets.append(book.reserve(KEY, 1, size))
             except NoRoomNowError:
-                assert blocks_for(size, 4) > pool.usage().free
+                assert blocks_for(size, 4) > pool.usage().available
         elif ticket is None:
             continue
         elif name == "begin" and ticket.state is TicketState.RESERVED:
@@ -141,7 +141,7 @@ def test_any_history_of_tickets_keeps_the_pool_whole(
 
         pool.check_integrity()
         usage = pool.usage()
-        assert usage.free + usage.reserved + usage.held == TOTAL
+        assert usage.available + usage.reserved + usage.held == TOTAL
         live = [t for t in tickets if book.find(t.epoch) is t]
         assert usage.reserved == sum(t.num_blocks for t in live if t.lease is None)
         owned = {

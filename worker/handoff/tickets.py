@@ -120,7 +120,7 @@ class TicketBook:
         if not self._pool.reserve(num_blocks):
             raise NoRoomNowError(
                 f"max_kv_tokens {max_kv_tokens} needs {num_blocks} blocks; "
-                f"{self._pool.usage().free} are free"
+                f"{self._pool.usage().available} are free"
             )
         ticket = Ticket(key, self._next_epoch, num_handoff_tokens, max_kv_tokens, num_blocks)
         self._next_epoch += 1

@@ -22,6 +22,9 @@ class PrefillScheduler:
     cut there and goes on first in the next step. A prompt starts only when all its blocks are
     free, so a started one never waits for another and prefill cannot deadlock half-way. The first
     that does not fit holds back those behind it: letting them pass would starve it.
+
+    Full blocks that another prompt with the same beginning left behind are shared, not computed
+    again; those that this one fills can be found by the next.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, chunk_tokens: int) -> None:
@@ -79,11 +82,11 @@ class PrefillScheduler:
             budget -= count
         while budget > 0 and self._waiting:
             sequence = self._waiting[0]
-            blocks = self._pool.allocate(blocks_for(len(sequence.token_ids), self._block_size))
-            if blocks is None:
+            lease = self._lease(sequence)
+            if lease is None:
                 break
             self._waiting.popleft()
-            sequence.lease = BlockLease(self._pool, blocks)
+            sequence.lease = lease
             sequence.move_to(SequenceState.RUNNING)
             self._running.append(sequence)
             joined.append(sequence)
@@ -96,11 +99,35 @@ class PrefillScheduler:
         """Moves each prompt on; one whose last token was computed leaves, keeping its blocks."""
         for part in step.parts:
             sequence = part.sequence
+            self._register(sequence, part.num_tokens)
             sequence.num_computed += part.num_tokens
             self._waiting_tokens -= part.num_tokens
             if _remaining(sequence) == 0:
                 self._running.remove(sequence)
                 sequence.move_to(SequenceState.DONE)
+
+    def _lease(self, sequence: Sequence) -> BlockLease | None:
+        """All its blocks, where there is room; what is cached of them counts as computed."""
+        # The last token is computed in any case: its logits are what the prompt is for.
+        reusable = sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._block_size]
+        num_blocks = blocks_for(len(sequence.token_ids), self._block_size)
+        found = self._pool.acquire(reusable, num_blocks)
+        if found is None:
+            return None
+        blocks, num_shared = found
+        sequence.num_cached = sequence.num_computed = num_shared * self._block_size
+        self._waiting_tokens -= sequence.num_cached
+        return BlockLease(self._pool, blocks)
+
+    def _register(self, sequence: Sequence, num_tokens: int) -> None:
+        """Makes the blocks findable that its next `num_tokens` fill."""
+        assert sequence.lease is not None, "computed without blocks"
+        first = sequence.num_computed // self._block_size
+        end = (sequence.num_computed + num_tokens) // self._block_size
+        for block, block_hash in zip(
+            sequence.lease.blocks[first:end], sequence.block_hashes[first:end], strict=False
+        ):
+            self._pool.register(block, block_hash)
 
 
 def _remaining(sequence: Sequence) -> int:

@@ -8,7 +8,9 @@ import grpc
 
 from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.handoff.sender import HandoffError
+from legato.worker.identity import dtype_name
 from legato.worker.kv.block_pool import blocks_for
+from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.sequence import Sequence
@@ -22,6 +24,7 @@ from legato.worker.services.errors import (
 )
 from legato.worker.services.messages import finish_reason, sampled_token
 from legato.worker.services.validation import (
+    check_cache_salt,
     check_lengths,
     check_token_ids,
     read_key,
@@ -44,12 +47,19 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     """
 
     def __init__(
-        self, identity: Identity, lifecycle: Lifecycle, engine: Engine, sender: KvSender
+        self,
+        identity: Identity,
+        lifecycle: Lifecycle,
+        engine: Engine,
+        sender: KvSender,
+        *,
+        prefix_cache: bool,
     ) -> None:
         self._identity = identity
         self._lifecycle = lifecycle
         self._engine = engine
         self._sender = sender
+        self._prefix_cache = prefix_cache
 
     @reports_errors
     async def Prefill(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
@@ -87,6 +97,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                     prefill_forwards=token.num_forwards,
                     finished=token.finish_reason is not None,
                     finish_reason=finish_reason(token),
+                    cached_tokens=sequence.num_cached,
                 )
             )
         )
@@ -120,6 +131,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         )
         check_token_ids("token_ids", request.token_ids, vocab_size)
         check_token_ids("eos_token_ids", request.eos_token_ids, vocab_size)
+        check_cache_salt(request.cache_salt)
         block_size = self._identity.kv_shape.block_size
         num_blocks = blocks_for(num_tokens, block_size)
         if num_blocks > self._identity.total_blocks:
@@ -138,7 +150,19 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             num_prompt_tokens=request.num_prompt_tokens,
             params=params,
             eos_token_ids=frozenset(request.eos_token_ids),
+            block_hashes=self._block_hashes(request),
         )
+
+    def _block_hashes(self, request: worker_pb2.PrefillRequest) -> list[bytes]:
+        if not self._prefix_cache:
+            return []
+        hasher = PrefixHasher(
+            self._identity.model_fingerprint,
+            self._identity.kv_shape.block_size,
+            request.cache_salt,
+            kv_kind=f"{self._identity.weights}/{dtype_name(self._identity.kv_shape.dtype)}",
+        )
+        return hasher.block_hashes(request.token_ids)
 
 
 async def _first_token(mailbox: Mailbox) -> TokenEvent:

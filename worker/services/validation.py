@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from legato.protos import common_pb2, worker_pb2
 
 MAX_REQUEST_ID_BYTES = 256
+MAX_CACHE_SALT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
@@ -108,3 +109,10 @@ def check_lengths(
             f"num_prompt_tokens {num_prompt_tokens} + sampling.max_tokens {max_tokens} "
             f"exceed the context of {context_length}"
         )
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """Raises CallError where it is too long."""
+    size = len(cache_salt.encode())
+    if size > MAX_CACHE_SALT_BYTES:
+        raise invalid(f"cache_salt has {size} bytes, limit {MAX_CACHE_SALT_BYTES}")

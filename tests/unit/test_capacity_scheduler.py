@@ -1,0 +1,416 @@
+"""The decode scheduler that preempts, alone: no tensor, no thread, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from legato.worker.kv.block_lease import BlockLease
+from legato.worker.kv.block_pool import BlockPool
+from legato.worker.priority import Priority
+from legato.worker.sampling_params import SamplingParams
+from legato.worker.scheduling.capacity import CapacityLedger
+from legato.worker.scheduling.capacity_decode import BATCH_AGEING_S, CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule, Newcomer
+from legato.worker.scheduling.output_lengths import OutputLengths
+from legato.worker.sequence import Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from legato.worker.scheduling.decision import Decision
+
+BLOCK_SIZE = 4
+BATCH = Priority.BATCH
+
+
+@dataclass
+class Bench:
+    """A scheduler and all around it; `expected=1`: everybody is thought to end at once."""
+
+    num_blocks: int
+    num_slots: int = 0
+    max_batch_size: int = 8
+    expected: int = 1
+    mode: AdmissionMode = AdmissionMode.EXPECTED
+    now: float = 0.0
+    arrivals: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks)
+        self.host_pool = BlockPool(self.num_slots) if self.num_slots else None
+        self.ledger = CapacityLedger(
+            self.pool,
+            BLOCK_SIZE,
+            AdmissionRule(self.mode),
+            OutputLengths(window=1, prior_tokens=self.expected),
+        )
+        self.scheduler = CapacityScheduler(
+            self.pool, self.ledger, self.max_batch_size, self.host_pool
+        )
+
+    def join(
+        self,
+        prompt: int,
+        max_tokens: int,
+        priority: Priority = Priority.INTERACTIVE,
+        num_preemptions: int = 0,
+    ) -> Sequence:
+        """Admitted, landed and handed to the scheduler."""
+        newcomer = Newcomer(prompt, prompt + max_tokens - 1, max_tokens, priority, num_preemptions)
+        [claim] = self.ledger.admit(newcomer)
+        blocks, _ = self.ledger.bind(claim)
+        made = self.sequence(prompt, max_tokens)
+        made.lease, made.claim = BlockLease(self.pool, blocks), claim
+        self.scheduler.add(made)
+        return made
+
+    def sequence(self, prompt: int, max_tokens: int) -> Sequence:
+        self.arrivals += 1
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=0,
+            ignore_eos=True,
+            min_tokens=0,
+            logprobs=None,
+            stop_token_ids=frozenset(),
+            logit_bias={},
+        )
+        tokens = list(range(prompt + 1))
+        made = Sequence(tokens, prompt, params, frozenset(), num_computed=prompt)
+        made.arrival = self.arrivals
+        return made
+
+    def step(self) -> Decision:
+        """Schedule, commit, settle, and one token for each part."""
+        decision = self.scheduler.schedule(self.now)
+        assert decision is not None, "nothing to do"
+        self.scheduler.commit(decision)
+        self.scheduler.settle(decision)
+        for part in decision.parts:
+            if part.sequence.append(5) is not None:
+                self.end(part.sequence)
+        self.decisions.append(decision)
+        self.pool.check_integrity()
+        return decision
+
+    def steps(self, count: int) -> list[Decision]:
+        return [self.step() for _ in range(count)]
+
+    def end(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        self.scheduler.remove(sequence)
+        sequence.lease.release()
+
+
+def parts(decision: Decision) -> list[Sequence]:
+    return [part.sequence for part in decision.parts]
+
+
+def victims(decisions: list[Decision]) -> list[Sequence]:
+    return [out.sequence for d in decisions for out in d.swap_outs] + [
+        sequence for d in decisions for sequence in d.returned
+    ]
+
+
+def test_a_block_is_taken_when_a_row_needs_it_and_not_before() -> None:
+    bench = Bench(8)
+    bench.join(3, 12)
+    held = []
+    for _ in range(10):
+        bench.step()
+        held.append(bench.pool.usage().held)
+    assert held == [1, 2, 2, 2, 2, 3, 3, 3, 3, 4]  # rows 4, 5, ... 13
+
+
+def test_the_newest_of_the_lowest_priority_yields_and_the_others_go_on() -> None:
+    bench = Bench(8, num_slots=8)
+    old_batch = bench.join(7, 20, BATCH)
+    old = bench.join(7, 20)
+    new_batch = bench.join(7, 20, BATCH)
+    new = bench.join(7, 20)
+    decision = bench.steps(2)[1]  # each is at its 9th row, and there are no more blocks
+    # 4 blocks are wanted: the first victim gives 2 and wants none, and then 1 is still short.
+    assert [out.sequence for out in decision.swap_outs] == [new_batch, old_batch]
+    assert set(parts(decision)) == {old, new}
+    assert victims(bench.steps(7)) == []
+    assert victims(bench.steps(1)) == [new]  # its 17th row and the other's: 10 blocks
+
+
+def test_what_a_victim_gives_is_held_until_settled() -> None:
+    bench = Bench(6, num_slots=8)
+    first, second = bench.join(7, 16), bench.join(15, 8)
+    bench.steps(1)
+    decision = bench.scheduler.schedule(0.0)
+    assert decision is not None
+    assert victims([decision]) == [second]
+    [out] = decision.swap_outs
+    assert len(out.blocks) == 4
+    assert first.lease is not None
+    assert first.lease.blocks[-1] in out.blocks  # given out in the same decision
+    assert bench.pool.usage().available == 0
+    bench.scheduler.commit(decision)
+    bench.scheduler.settle(decision)
+    assert bench.pool.usage().available == 3
+
+
+def test_a_victims_block_that_is_given_out_is_not_found_by_its_hash_any_more() -> None:
+    bench = Bench(6, num_slots=8)
+    first, second = bench.join(7, 16), bench.join(15, 8)
+    assert first.lease is not None
+    assert second.lease is not None
+    bench.step()
+    hashes = [b"%d" % place for place in range(4)]
+    for block, block_hash in zip(second.lease.blocks, hashes, strict=True):
+        assert bench.pool.register(block, block_hash)
+    [out] = bench.step().swap_outs
+    given = first.lease.blocks[-1]
+    assert given in out.blocks
+    assert bench.pool.is_writable(given)
+    found = bench.pool.count_cached_prefix(hashes)
+    assert 0 < found == out.blocks.index(given) < 4
+
+
+def test_one_comes_back_into_other_blocks_in_order_and_its_slots_are_free_again() -> None:
+    bench = Bench(6, num_slots=8)
+    first, second = bench.join(7, 6), bench.join(15, 9)
+    out = bench.steps(2)[1].swap_outs[0]
+    assert second.state is SequenceState.SWAPPED
+    assert bench.host_pool is not None
+    assert bench.host_pool.usage().held == 4
+    while first.state is not SequenceState.DONE:
+        assert bench.step().swap_ins == []
+    back = bench.step()
+    assert [b.sequence for b in back.swap_ins] == [second]
+    assert back.swap_ins[0].slots == out.slots
+    assert second.lease is not None
+    assert back.swap_ins[0].blocks == second.lease.blocks[:4]
+    assert (parts(back), back.joined) == ([second], [])
+    assert bench.host_pool.usage().held == 0
+    while second.state is not SequenceState.DONE:
+        bench.step()
+    assert (bench.pool.usage().held, len(bench.ledger)) == (0, 0)
+
+
+def test_without_room_in_the_host_a_victim_is_returned() -> None:
+    bench = Bench(6, num_slots=3)
+    first, second = bench.join(7, 16), bench.join(15, 8)
+    decision = bench.steps(2)[1]
+    assert decision.returned == [second]
+    assert second.state is SequenceState.DONE
+    assert second.claim is not None
+    assert (second.claim.withdrawn, second.claim.num_preemptions) == (True, 1)
+    assert parts(decision) == [first]
+    assert len(bench.ledger) == 1
+
+
+def test_two_that_exceed_the_pool_finish_one_after_the_other() -> None:
+    bench = Bench(8, num_slots=8)
+    first, second = bench.join(4, 29), bench.join(4, 29)  # each fills the pool: 32 rows
+    for _ in range(80):
+        if second.state is SequenceState.DONE:
+            break
+        bench.step()
+    assert first.num_output_tokens == second.num_output_tokens == 29
+    assert victims(bench.decisions) == [second]
+    assert bench.scheduler.num_preemptions == 1
+
+
+def test_a_protected_one_yields_only_when_all_others_are_protected() -> None:
+    bench = Bench(6, num_slots=8)
+    bench.join(7, 18)
+    middle = bench.join(7, 18)
+    newest = bench.join(7, 8)
+    protect(newest)
+    assert victims(bench.steps(2)) == [middle]
+    bench = Bench(6, num_slots=8)
+    everybody = [bench.join(7, 18) for _ in range(3)]
+    for sequence in everybody:
+        protect(sequence)
+    assert victims(bench.steps(2)) == [everybody[2]]
+
+
+def protect(sequence: Sequence) -> None:
+    assert sequence.claim is not None
+    sequence.claim.num_preemptions = 3
+
+
+def test_one_whose_kv_has_landed_and_waits_for_a_place_yields_too() -> None:
+    bench = Bench(4, num_slots=4, max_batch_size=1)
+    running, waiting = bench.join(7, 8), bench.join(7, 8)
+    decision = bench.steps(2)[1]
+    assert victims([decision]) == [waiting]
+    assert parts(decision) == [running]
+    assert bench.scheduler.num_swapped == 1
+
+
+def test_the_batch_has_a_limit_and_the_swapped_go_before_newcomers() -> None:
+    bench = Bench(8, num_slots=8, max_batch_size=2)
+    first, second = bench.join(7, 6), bench.join(15, 9)
+    new, newer = bench.join(1, 8), bench.join(1, 8)
+    protect(new)
+    protect(newer)
+    decisions = bench.steps(2)
+    assert [parts(decision) for decision in decisions] == [[first, second], [first, new]]
+    assert victims(decisions) == [second]
+    bench.end(first)
+    assert set(parts(bench.step())) == {new, second}
+    assert newer.state is SequenceState.WAITING
+
+
+def test_a_swapped_one_stays_out_while_it_would_not_fit_at_its_expected_end() -> None:
+    bench = Bench(6, num_slots=8)
+    first, second = bench.join(7, 18), bench.join(7, 18)
+    blocker = bench.pool.allocate(1)
+    assert blocker is not None
+    bench.steps(1)
+    assert victims(bench.steps(1)) == [second]
+    bench.ledger.record(16)  # now both are expected to have 22 rows: 6 blocks each
+    bench.pool.free(blocker)
+    assert bench.pool.usage().available == 3  # the blocks that it had, and one
+    assert [d.swap_ins for d in bench.steps(3)] == [[], [], []]
+    bench.end(first)
+    assert [back.sequence for back in bench.step().swap_ins] == [second]
+    bench = Bench(6, num_slots=8)  # the same with short answers: it is back at once
+    first, second = bench.join(7, 18), bench.join(7, 18)
+    blocker = bench.pool.allocate(1)
+    assert blocker is not None
+    bench.steps(2)
+    bench.ledger.record(3)
+    bench.pool.free(blocker)
+    assert [back.sequence for back in bench.step().swap_ins] == [second]
+
+
+def test_cancelling_frees_blocks_slots_and_claims_in_every_state() -> None:
+    bench = Bench(7, num_slots=8, max_batch_size=2)
+    sequences = [bench.join(7, 18), bench.join(7, 18), bench.join(7, 18), bench.join(1, 8)]
+    protect(sequences[-1])
+    bench.steps(2)
+    assert {s.state for s in sequences} == set(SequenceState) - {SequenceState.DONE}
+    for sequence in sequences:
+        bench.end(sequence)
+        bench.scheduler.remove(sequence)
+    assert bench.host_pool is not None
+    assert (bench.pool.usage().held, bench.host_pool.usage().held) == (0, 0)
+    assert len(bench.ledger) == 0
+    assert bench.scheduler.schedule(0.0) is None
+
+
+def test_batch_makes_room_for_an_interactive_one_that_waits_and_stays_out_meanwhile() -> None:
+    bench = Bench(6, num_slots=8)
+    batch = [bench.join(7, 18, BATCH), bench.join(7, 18, BATCH)]
+    bench.step()
+    waiting = Newcomer(rows=11, max_rows=20, max_tokens=10)
+    bench.scheduler.note_waiting([waiting])
+    assert victims([bench.step()]) == [batch[1]]
+    assert bench.pool.usage().available >= 3
+    for _ in range(2):
+        decision = bench.step()
+        assert (victims([decision]), decision.swap_ins) == ([], [])
+    bench.ledger.admit(waiting)
+
+
+def test_batch_that_was_preempted_too_often_makes_no_room() -> None:
+    bench = Bench(6, num_slots=8)
+    batch = [bench.join(7, 9, BATCH), bench.join(7, 9, BATCH)]
+    bench.step()
+    protect(batch[0])
+    protect(batch[1])
+    bench.scheduler.note_waiting([Newcomer(rows=11, max_rows=12, max_tokens=2)])
+    assert victims([bench.step()]) == []
+
+
+def test_batch_that_lay_long_enough_counts_as_interactive() -> None:
+    bench = Bench(6, num_slots=8)
+    first, batch = bench.join(7, 18), bench.join(15, 9, BATCH)
+    bench.steps(2)
+    assert batch.state is SequenceState.SWAPPED
+    assert batch.claim is not None
+    bench.now += BATCH_AGEING_S
+    bench.step()
+    assert batch.claim.priority is Priority.INTERACTIVE
+    bench.end(first)
+    assert [back.sequence for back in bench.step().swap_ins] == [batch]
+
+
+def test_with_reserve_nobody_is_ever_preempted() -> None:
+    bench = Bench(8, num_slots=8, mode=AdmissionMode.RESERVE)
+    both = [bench.join(4, 13), bench.join(4, 13, BATCH)]
+    bench.scheduler.note_waiting([Newcomer(rows=4, max_rows=20, max_tokens=17)])
+    assert victims(bench.steps(12)) == []
+    assert [s.num_output_tokens for s in both] == [13, 13]
+    assert bench.pool.usage().available == 8
+
+
+def test_blocks_promised_to_others_make_it_sit_out_a_step() -> None:
+    bench = Bench(4)
+    alone = bench.join(7, 8)
+    bench.step()
+    assert bench.pool.reserve(2)
+    assert bench.scheduler.schedule(0.0) is None
+    bench.pool.unreserve(2)
+    assert parts(bench.step()) == [alone]
+
+
+def test_a_step_is_waited_for_where_it_will_give_blocks_back() -> None:
+    bench = Bench(4, num_slots=4)
+    first, ending = bench.join(7, 8), bench.join(6, 2)
+    decision = bench.scheduler.schedule(0.0)
+    assert decision is not None
+    bench.scheduler.commit(decision)
+    for sequence in (first, ending):  # sampled on the device, not read yet
+        sequence.num_unread = 1
+    assert ending.ends_unread
+    assert bench.scheduler.schedule(0.0) is None  # the first needs a block; two are coming
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_a_fork_shares_full_blocks_and_gets_a_copy_of_the_tail() -> None:
+    bench = Bench(8)
+    claims = bench.ledger.admit(Newcomer(9, 14, 6, num_answers=2))
+    first, second = bench.sequence(9, 6), bench.sequence(9, 6)
+    first.claim, second.claim = claims
+    blocks, _ = bench.ledger.bind(claims[0])
+    first.lease = BlockLease(bench.pool, blocks)
+    bench.pool.share(blocks)
+    own = bench.ledger.bind_fork(claims[1])
+    second.lease = BlockLease(bench.pool, blocks[:2] + own)
+    bench.scheduler.add(first)
+    bench.scheduler.fork(second, blocks[2])
+    decision = bench.step()
+    assert [(copy.source, copy.target) for copy in decision.copies] == [(blocks[2], own[0])]
+    assert parts(decision) == [first, second]
+    assert bench.pool.references() == {blocks[0]: 2, blocks[1]: 2, blocks[2]: 1, own[0]: 1}
+    while second.state is not SequenceState.DONE:
+        bench.step()
+    assert bench.pool.usage().held == 0
+
+
+def test_a_fork_that_is_cancelled_before_its_copy_leaves_nothing() -> None:
+    bench = Bench(8)
+    claims = bench.ledger.admit(Newcomer(9, 14, 6, num_answers=2))
+    second = bench.sequence(9, 6)
+    second.claim = claims[1]
+    blocks, _ = bench.ledger.bind(claims[0])
+    bench.pool.share(blocks)
+    second.lease = BlockLease(bench.pool, blocks[:2] + bench.ledger.bind_fork(claims[1]))
+    bench.scheduler.fork(second, blocks[2])
+    bench.end(second)
+    assert bench.scheduler.schedule(0.0) is None
+    assert bench.pool.references() == dict.fromkeys(blocks, 1)
+
+
+def test_finished_answers_are_recorded_and_cancelled_ones_are_not() -> None:
+    bench = Bench(8)
+    bench.join(3, 6)
+    cancelled = bench.join(3, 20)
+    bench.steps(2)
+    bench.end(cancelled)
+    bench.steps(3)
+    assert bench.ledger._lengths.expected(100, 0, 0.5) == 6

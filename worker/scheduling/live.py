@@ -1,0 +1,53 @@
+"""LiveSequences: the sequences of a decode worker's engine, by where they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.scheduling.claim import Claim, Newcomer
+    from legato.worker.scheduling.decision import Decision
+    from legato.worker.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """One that was preempted and will come back."""
+
+    slots: list[int]  # of the host's memory, in the order of the sequence's blocks
+    since: float
+
+
+@dataclass
+class LiveSequences:
+    """Dicts, for order and for quick removal from the middle."""
+
+    waiting: dict[Sequence, None] = field(default_factory=dict)  # their KV is here
+    running: dict[Sequence, None] = field(default_factory=dict)
+    swapped: dict[Sequence, Swapped] = field(default_factory=dict)
+    wanted: list[Newcomer] = field(default_factory=list)  # wait to be admitted, the first first
+    unsettled: list[Decision] = field(default_factory=list)  # the device is not done with them
+
+
+def rank(sequence: Sequence) -> tuple[int, int]:
+    """The lesser goes first and yields last: priority, then arrival."""
+    return (-claim_of(sequence).priority, sequence.arrival)
+
+
+def claim_of(sequence: Sequence) -> Claim:
+    """Of a sequence in the scheduler, which has one."""
+    assert sequence.claim is not None, "not admitted"
+    return sequence.claim
+
+
+def lease_of(sequence: Sequence) -> BlockLease:
+    """Of a sequence in the scheduler, which has one."""
+    assert sequence.lease is not None, "scheduled without blocks"
+    return sequence.lease
+
+
+def needs_block(sequence: Sequence, block_size: int) -> bool:
+    """Whether its blocks have no place for the next row."""
+    return sequence.num_computed == len(lease_of(sequence).blocks) * block_size
