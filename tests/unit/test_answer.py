@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def spec(max_tokens: int = 4) -> RequestSpec:
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
-    return RequestSpec("r", (1, 2), sampling, (), (), batch_priority=False)
+    return RequestSpec("r", (1, 2), sampling, (), (), batch_priority=False, cache_salt="")
 
 
 def tokens(*indices: int) -> list[worker_pb2.SampledToken]:

@@ -157,7 +157,7 @@ def test_any_answer_against_the_full_decode(
 
 def test_the_finish_reason_of_a_stop_string_that_only_the_end_completes(model: ModelText) -> None:
     sampling = common_pb2.SamplingParams(max_tokens=3, stop=["b\ufffd"])
-    spec = RequestSpec("r", (1,), sampling, ("b\ufffd",), (), batch_priority=False)
+    spec = RequestSpec("r", (1,), sampling, ("b\ufffd",), (), batch_priority=False, cache_salt="")
     answer = Answer(spec, AnswerText(model, spec.stop))
     ids = b"ab\xf0"
     delta = answer.take(
