@@ -224,22 +224,7 @@ class BareEngine:
 
 
 def _sequence(prompt: list[int], max_tokens: int) -> Sequence:
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-        ignore_eos=True,
-        min_tokens=0,
-        logprobs=None,
-        stop_token_ids=frozenset(),
-        logit_bias={},
-    )
+    params = SamplingParams.greedy_for(max_tokens, ignore_eos=True)
     # A copy: the engine appends the answer to it.
     return Sequence(list(prompt), len(prompt), params, frozenset())
 

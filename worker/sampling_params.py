@@ -47,6 +47,26 @@ class SamplingParams:
         )
 
     @classmethod
+    def greedy_for(cls, max_tokens: int, *, ignore_eos: bool = False) -> SamplingParams:
+        """The most likely token each time and nothing else set, for ``max_tokens`` tokens."""
+        return cls(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            seed=0,
+            ignore_eos=ignore_eos,
+            min_tokens=0,
+            logprobs=None,
+            stop_token_ids=frozenset(),
+            logit_bias={},
+        )
+
+    @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
         """Reads a complete message; raises ValueError naming a field that is not set."""
         for name in (

@@ -115,7 +115,7 @@ class Answer:
         return Sequence(
             token_ids=tokens,
             num_prompt_tokens=num_prompt,
-            params=_params(self.request.max_tokens),
+            params=SamplingParams.greedy_for(self.request.max_tokens),
             eos_token_ids=frozenset((END_TOKEN,)),
             num_computed=len(tokens) - 1,
             lease=self.lease,
@@ -125,22 +125,3 @@ class Answer:
 
     def _finish_or(self, token: int, index: int) -> int:
         return END_TOKEN if index + 1 == self.request.num_output_tokens else token
-
-
-def _params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-        ignore_eos=False,
-        min_tokens=0,
-        logprobs=None,
-        stop_token_ids=frozenset(),
-        logit_bias={},
-    )

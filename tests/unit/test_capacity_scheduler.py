@@ -66,22 +66,7 @@ class Bench:
 
     def sequence(self, prompt: int, max_tokens: int) -> Sequence:
         self.arrivals += 1
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            seed=0,
-            ignore_eos=True,
-            min_tokens=0,
-            logprobs=None,
-            stop_token_ids=frozenset(),
-            logit_bias={},
-        )
+        params = SamplingParams.greedy_for(max_tokens, ignore_eos=True)
         tokens = list(range(prompt + 1))
         made = Sequence(tokens, prompt, params, frozenset(), num_computed=prompt)
         made.arrival = self.arrivals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,21 +21,8 @@ if TYPE_CHECKING:
 def sequence(
     num_tokens: int, *, max_tokens: int = 4, min_tokens: int = 0, stop: frozenset[int] = frozenset()
 ) -> Sequence:
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=0,
-        ignore_eos=False,
-        min_tokens=min_tokens,
-        logprobs=None,
-        stop_token_ids=stop,
-        logit_bias={},
+    params = replace(
+        SamplingParams.greedy_for(max_tokens), min_tokens=min_tokens, stop_token_ids=stop
     )
     return Sequence(list(range(num_tokens)), num_tokens, params, frozenset({99}))
 
