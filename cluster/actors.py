@@ -7,6 +7,7 @@ controller owns the workers. Ray ends what an ended process owned, so nothing ou
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -86,7 +87,11 @@ class WorkerActor:
         from legato.worker.config import WorkerConfig
         from legato.worker.server import WorkerServer
 
+        # For what workers say at their start, in Ray's folder of logs.
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("legato").setLevel(logging.INFO)
         engine, place = plan.engine, plan.placement
+        fraction = engine.kv_memory_fraction
         server = WorkerServer(
             WorkerConfig(
                 model=plan.model,
@@ -98,6 +103,10 @@ class WorkerActor:
                 deterministic=engine.deterministic,
                 weights=engine.weights,
                 kv_memory_bytes=engine.kv_memory_bytes,
+                kv_memory_fraction=None if fraction is None else fraction / place.sharers,
+                swap_memory_bytes=engine.swap_memory_bytes,
+                admission=engine.admission,
+                admission_risk=engine.admission_risk,
                 block_size=engine.block_size,
                 prefill_chunk_tokens=engine.prefill_chunk_tokens,
                 prefix_cache=engine.prefix_cache,

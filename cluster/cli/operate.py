@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import psutil
     from rich.table import Table
 
-    from legato.protos import cluster_pb2
+    from legato.protos import cluster_pb2, common_pb2
 
 POLL_S = 0.2
 # After the drain: workers stop, Ray ends.
@@ -64,7 +64,9 @@ def status(
         for line in status_lines(answer):
             print(line)
         # A pipe has no width: there nothing is shortened to fit.
-        Console(width=None if sys.stdout.isatty() else 200).print(worker_table(answer))
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        console.print(worker_table(answer))
+        console.print(kv_table(answer))
     if not answer.ready:
         raise typer.Exit(3)
 
@@ -183,14 +185,11 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
 
 
 def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
-    """One line a worker."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("worker", "state", "address", "pid"):
-        table.add_column(title, overflow="fold")
-    for title in ("running", "waiting", "KV blocks", "tokens"):
-        table.add_column(title, justify="right", overflow="fold")
+    """One line a worker: who it is, and its sequences."""
+    table = _table(
+        ("worker", "state", "address", "pid"),
+        ("running", "waiting", "swapped", "preempted", "tokens"),
+    )
     for pool in answer.pools:
         for worker in pool.workers:
             load = worker.load
@@ -199,11 +198,62 @@ def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
                 _phase(worker.phase),
                 worker.address,
                 str(worker.pid or ""),
-                str(load.running),
-                str(load.waiting),
-                f"{load.total_blocks - load.free_blocks:,} of {load.total_blocks:,}",
+                f"{load.running:,}",
+                f"{load.waiting:,}",
+                f"{load.swapped:,}",
+                preemptions(load),
                 f"{load.prefill_tokens + load.decode_tokens:,}",
             )
+    return table
+
+
+def kv_table(answer: cluster_pb2.GetStatusResponse) -> Table:
+    """One line a worker: its KV blocks. free + cached + held = total; a promise names no block, and
+    is kept with free or cached ones.
+    """
+    table = _table(
+        ("KV blocks of",),
+        ("free", "cached", "held", "total", "promised", "in host memory", "prefix hits"),
+    )
+    for pool in answer.pools:
+        for worker in pool.workers:
+            load = worker.load
+            table.add_row(
+                short_id(worker.worker_id),
+                f"{load.free_blocks + load.reserved_blocks - load.cached_blocks:,}",
+                f"{load.cached_blocks:,}",
+                f"{load.held_blocks:,}",
+                f"{load.total_blocks:,}",
+                f"{load.reserved_blocks:,}",
+                f"{load.swap_held_blocks:,} of {load.swap_total_blocks:,}",
+                prefix_hits(load),
+            )
+    return table
+
+
+def preemptions(load: common_pb2.WorkerLoad) -> str:
+    """How many, and how many of them left the worker, to be computed anew elsewhere."""
+    if not load.preemptions_returned:
+        return f"{load.preemptions:,}"
+    return f"{load.preemptions:,} ({load.preemptions_returned:,} returned)"
+
+
+def prefix_hits(load: common_pb2.WorkerLoad) -> str:
+    """The share of the full blocks that prompts asked for; a dash where none has asked."""
+    if not load.prefix_blocks_asked:
+        return "-"
+    rate = load.prefix_blocks_hit / load.prefix_blocks_asked
+    return f"{100 * rate:.0f} % of {load.prefix_blocks_asked:,}"
+
+
+def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in left:
+        table.add_column(title, overflow="fold")
+    for title in right:
+        table.add_column(title, justify="right", overflow="fold")
     return table
 
 
