@@ -70,3 +70,21 @@ def test_threads() -> None:
     assert place(config(decode_workers=3), facts(num_cores=2)).num_threads == 1
     assert place(config(threads=5), facts()).num_threads == 5
     assert place(config(worker_cpus=4), facts(joined=True, num_cores=64)).num_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "sharers"),
+    [
+        ({}, {}, 2),
+        ({"decode_workers": 3}, {}, 4),
+        ({"decode_workers": 3}, {"joined": True, "num_nodes": 3}, 2),
+        ({}, {"num_gpus": 2.0}, 1),
+        ({}, {"num_gpus": 1.0}, 2),
+        ({"decode_workers": 2}, {"num_gpus": 1.0}, 3),
+        ({"worker_gpus": 2.0}, {"num_gpus": 4.0}, 1),
+    ],
+)
+def test_workers_that_share_a_memory(
+    options: dict[str, Any], given: dict[str, Any], sharers: int
+) -> None:
+    assert place(config(**options), facts(**given)).sharers == sharers
