@@ -427,11 +427,14 @@ def test_a_number_without_a_unit_may_be_a_fraction() -> None:
     assert [parse_size_or_0(text, "--x") for text in ("0", "2K")] == [0, 2048]
 
 
-def test_memory_options_reach_the_service(
-    run: Runner, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[ServiceConfig] = []
-    monkeypatch.setattr("legato.cluster.cli.serve.run_service", lambda c, _: configs.append(c) or 0)
+
+    def note(config: ServiceConfig, _: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
     assert run.bare("serve", "--model", "x") == 0
     words = ["--admission", "reserve", "--admission-risk", "0.2", "--swap-memory", "0"]
     assert run.bare("serve", "--model", "x", "--kv-memory", "0.6", *words) == 0
