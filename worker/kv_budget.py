@@ -58,7 +58,7 @@ class KvBudget:
 
     @classmethod
     def of(cls, config: WorkerConfig, loaded: LoadedModel) -> KvBudget:
-        """Measures the memory where need be. Blocks while it runs a step: seconds at most.
+        """Measures the memory where need be, and blocks for as long as a step takes or two.
 
         Raises:
             ValueError: the memory given is more than there is, or holds no block.
@@ -90,7 +90,7 @@ class KvBudget:
             role=config.role,
             context_length=context_length,
             num_blocks=num_blocks,
-            num_swap_slots=_swap_bytes(config, shape, pool_bytes, facts) // shape.bytes_per_block,
+            num_swap_slots=_swap_bytes(config, pool_bytes, facts) // shape.bytes_per_block,
             source=source,
         )
 
@@ -163,16 +163,11 @@ def _fraction_of(fraction: float, shape: KvShape, facts: MemoryFacts) -> tuple[i
     return int(fraction * left), source
 
 
-def _swap_bytes(config: WorkerConfig, shape: KvShape, pool_bytes: int, facts: MemoryFacts) -> int:
+def _swap_bytes(config: WorkerConfig, pool_bytes: int, facts: MemoryFacts) -> int:
     # With `reserve` nobody is ever preempted.
-    if config.role != "decode" or config.admission == "reserve" or config.swap_memory_bytes == 0:
+    if config.role != "decode" or config.admission == "reserve":
         return 0
     if config.swap_memory_bytes is not None:
-        if shape.num_blocks(config.swap_memory_bytes) < 1:
-            raise ValueError(
-                f"swap_memory_bytes {config.swap_memory_bytes} holds no block: one of "
-                f"{shape.block_size} tokens takes {shape.bytes_per_block} bytes; 0 is off"
-            )
         return config.swap_memory_bytes
     most = min(pool_bytes, facts.host_total_bytes // _SWAP_SHARE)
     if facts.on_host and facts.free_bytes is not None:  # what the pool leaves of the same memory

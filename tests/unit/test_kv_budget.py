@@ -113,8 +113,11 @@ def test_swap_memory_takes_no_more_than_a_fraction_leaves_of_the_same_memory() -
 
 
 def test_swap_memory_of_less_than_a_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="^swap_memory_bytes 2047 holds no block: .* 2048 bytes"):
-        plan(worker(swap_memory_bytes=2047))
+    model = fake_config(num_layers=2)
+    with pytest.raises(ValueError, match=r"^swap_memory_bytes 2047 holds no block: .* 2048 bytes"):
+        KvShape.of(model, worker(swap_memory_bytes=2047), torch.float32)
+    KvShape.of(model, worker(swap_memory_bytes=0), torch.float32)
+    KvShape.of(model, worker("prefill", swap_memory_bytes=2047), torch.float32)
 
 
 def test_more_than_the_machine_has_is_refused() -> None:

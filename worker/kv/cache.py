@@ -41,7 +41,7 @@ class KvShape:
         """What `config` asks for, of a model computed in `dtype`.
 
         Raises:
-            ValueError: kv_memory_bytes, where it counts, holds not one block of it.
+            ValueError: kv_memory_bytes or swap_memory_bytes, where they count, hold not one block.
         """
         shape = cls(
             num_layers=model.num_layers,
@@ -55,6 +55,12 @@ class KvShape:
                 f"kv_memory_bytes {config.kv_memory_bytes} holds no block: one of "
                 f"{config.block_size} tokens takes {shape.bytes_per_block} bytes; a context of "
                 f"{model.context_length} tokens takes {shape.context_bytes(model.context_length)}"
+            )
+        swap = config.swap_memory_bytes if config.role == "decode" else None
+        if swap and shape.num_blocks(swap) < 1:
+            raise ValueError(
+                f"swap_memory_bytes {swap} holds no block: one of {config.block_size} tokens takes "
+                f"{shape.bytes_per_block} bytes; 0 is off"
             )
         return shape
 
