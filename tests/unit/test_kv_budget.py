@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_engine import fake_config, fake_loaded
+from fake_engine import FakeModel, fake_config, fake_loaded
 from model_checks import build
 from tiny_models import make_llama, make_model
 from worker_pair import running_worker
@@ -206,8 +206,8 @@ def test_a_decode_steps_peak_is_that_of_its_rows() -> None:
     rows = 400
     logits = rows * VOCAB * 4
     config = worker(max_batch_size=rows, kv_memory_fraction=0.5)
-    # Besides the logits: a changed copy of them, and what draws and logprobs take.
-    assert logits <= peak(loaded, config) <= 12 * logits
+    # The logits, the sampler's changed copy of them (penalties), and little else: 2.04 measured.
+    assert 2 * logits <= peak(loaded, config) <= 3 * logits
     assert peak(loaded, replace(config, max_batch_size=1)) < logits / 2
 
 
@@ -220,7 +220,7 @@ def test_a_prefill_steps_peak_is_that_of_its_tokens() -> None:
     )
     # Residual, hidden, qkv and attended of 64, 64, 128 and 64 columns, all in fp32.
     activations = tokens * 320 * 4
-    assert activations <= peak(loaded, config) <= 12 * activations + 8 * MIB
+    assert activations <= peak(loaded, config) <= 6 * activations  # 3.6 measured
     assert peak(loaded, replace(config, prefill_chunk_tokens=16)) < activations / 2
 
 
@@ -238,6 +238,22 @@ def test_odd_sizes_are_measured_too(family: str, role: Role) -> None:
     ):
         config = worker(role, kv_memory_fraction=0.5, **settings)
         assert 0 <= peak(loaded, config) < 64 * MIB
+
+
+def test_the_steps_that_are_measured_are_as_large_as_they_can_be() -> None:
+    def steps(role: Role, **settings: int) -> list[list[int]]:
+        loaded = fake_loaded(fake_config(context_length=100))
+        peak(loaded, worker(role, kv_memory_fraction=0.5, **settings))
+        assert isinstance(loaded.model, FakeModel)
+        return loaded.model.steps
+
+    chunk = {"prefill_chunk_tokens": 202}
+    # Of as few prompts as the context allows, and of as many as the batch.
+    assert steps("prefill", max_batch_size=4, **chunk) == [[68, 67, 67], [51, 51, 50, 50]]
+    # No prompt is longer than the context, however small the batch.
+    assert steps("prefill", max_batch_size=1, **chunk) == [[68, 67, 67]] * 2
+    assert steps("prefill", max_batch_size=9, prefill_chunk_tokens=3) == [[3], [1, 1, 1]]
+    assert steps("decode", max_batch_size=5) == [[1] * 5]
 
 
 def test_a_step_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
