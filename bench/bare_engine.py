@@ -18,6 +18,7 @@ from legato.bench.model_cost import ModelCost
 from legato.bench.workload import RequestTimes
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
+from legato.worker.kv_budget import KvBudget
 from legato.worker.lifecycle import Lifecycle
 from legato.worker.loading import load_model
 from legato.worker.model_runner import ModelRunner
@@ -94,6 +95,7 @@ class BareEngine:
             node = WorkerNode.build(
                 config,
                 loaded,
+                KvBudget.of(config, loaded),
                 lifecycle=Lifecycle(),
                 sample=launch_sample,
                 loop=loop,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from legato.protos import kv_transfer_pb2_grpc, worker_pb2_grpc
 from legato.worker.engine import Engine
@@ -18,7 +16,7 @@ from legato.worker.handoff.tickets import TicketBook
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.kv.cache import KvCache
 from legato.worker.kv.pager import KvPager
 from legato.worker.load import worker_load
 from legato.worker.scheduling.decode import DecodeScheduler
@@ -37,9 +35,12 @@ if TYPE_CHECKING:
     from legato.protos import common_pb2
     from legato.worker.config import WorkerConfig
     from legato.worker.engine import SampleFunction
+    from legato.worker.kv_budget import KvBudget
     from legato.worker.lifecycle import Lifecycle
     from legato.worker.loading import LoadedModel
     from legato.worker.scheduling.step import Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class WorkerNode:
         cls,
         config: WorkerConfig,
         loaded: LoadedModel,
+        budget: KvBudget,
         *,
         lifecycle: Lifecycle,
         sample: SampleFunction,
@@ -71,12 +73,13 @@ class WorkerNode:
         """Allocates the pool and wires everything; starts nothing.
 
         Raises:
-            ValueError: the context or the memory given does not fit the model.
+            ValueError: the context given does not fit the model.
         """
         model = loaded.model.config
-        shape = KvShape.of(model, config, loaded.dtype)
-        num_blocks = shape.num_blocks(config.kv_memory_bytes)
-        check_kv_memory(config.kv_memory_bytes, loaded.device)
+        shape, num_blocks = budget.shape, budget.num_blocks
+        _log.info("%s", budget.summary())
+        if (warning := budget.warning()) is not None:
+            _log.warning("%s", warning)
         pool = BlockPool(num_blocks)
         scheduler: Scheduler = (
             PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
@@ -162,24 +165,3 @@ def _context_length(config: WorkerConfig, model_limit: int) -> int:
             f"context_length {config.context_length} exceeds the model's own {model_limit}"
         )
     return config.context_length
-
-
-def check_kv_memory(kv_memory_bytes: int, device: torch.device) -> None:
-    """Before anything is allocated: a machine short of memory kills others as well.
-
-    Raises:
-        ValueError: there is less, in use or not.
-    """
-    there = memory_bytes(device)
-    if kv_memory_bytes > there:
-        raise ValueError(
-            f"kv_memory_bytes is {kv_memory_bytes}, limit {there}: the memory of "
-            f"{'this machine' if device.type == 'cpu' else f'device {device}'}"
-        )
-
-
-def memory_bytes(device: torch.device) -> int:
-    """All the memory there is, in use or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
