@@ -8,7 +8,7 @@ from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from legato.worker.config import Role
-    from legato.worker.engine import EngineStats
+    from legato.worker.engine_stats import EngineStats
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.kv.block_pool import PoolCounters, PoolUsage
 

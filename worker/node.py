@@ -19,9 +19,12 @@ from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.kv.mover import KvMover
 from legato.worker.kv.pager import KvPager
 from legato.worker.load import worker_load
-from legato.worker.scheduling.decode import DecodeScheduler
+from legato.worker.scheduling.capacity import CapacityLedger
+from legato.worker.scheduling.capacity_decode import CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionRule
 from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.services.control import ControlService
 from legato.worker.services.decode import DecodeService
@@ -81,7 +84,11 @@ class WorkerNode:
         scheduler: Scheduler = (
             PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
             if config.role == "prefill"
-            else DecodeScheduler(config.block_size, config.max_batch_size)
+            else CapacityScheduler(
+                pool,
+                CapacityLedger(pool, config.block_size, AdmissionRule()),
+                config.max_batch_size,
+            )
         )
         cache = KvCache(shape, num_blocks, loaded.device)
         return cls(
@@ -109,6 +116,7 @@ class WorkerNode:
                 loop=loop,
                 on_failure=on_failure,
                 counts_prompt_tokens=config.role == "prefill",
+                mover=KvMover(cache, 0) if config.role == "decode" else None,
             ),
             tickets=TicketBook(pool, config.block_size),
             pager=KvPager(cache),
