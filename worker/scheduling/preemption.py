@@ -111,6 +111,7 @@ class Preemption:
         self.count += 1
         claim.num_preemptions += 1
         claim.own_blocks = claim.num_shared_blocks = 0
+        victim.num_registered = 0  # whatever blocks it gets next, they have no names
         (self._live.waiting if victim.state is SequenceState.WAITING else self._live.running).pop(
             victim
         )
@@ -122,6 +123,7 @@ class Preemption:
             plan.returned.append(victim)
             return
         victim.move_to(SequenceState.SWAPPED)
+        victim.num_swaps += 1
         claim.swapped = True
         self._live.swapped[victim] = Swapped(slots, now)
         plan.swap_outs.append(SwapOut(victim, blocks[:num_full], slots))
