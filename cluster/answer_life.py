@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer import Ending
-from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
     from legato.cluster.request import RequestSpec
-    from legato.cluster.timings import PhaseClock
+    from legato.cluster.timings import Phase, PhaseClock
     from legato.protos import worker_pb2
 
     Send = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]

@@ -221,7 +221,7 @@ async def attempt(life: RequestLife, group: Group, placement: Placement) -> None
                 continue
             if number not in group:
                 raise WorkerFaultError(
-                    f"worker {decode.view.worker_id} goes on with answer {number}, which is not there"
+                    f"worker {decode.view.worker_id} goes on with answer {number}: it is not there"
                 )
             answer = group[number]
             if isinstance(event, worker_pb2.Preempted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,7 +23,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what the fields of the request ca
 MAX_TIMEOUT_S = 1e9  # gRPC takes what is much longer for a deadline that has passed
 
 
-class PriorityName(str, Enum):
+class PriorityName(StrEnum):
     """Which requests go first."""
 
     INTERACTIVE = "interactive"

@@ -30,7 +30,7 @@ SEED = 3  # of the tests' requests
 
 def scripted_token(prompt: list[int], index: int, seed: int = SEED) -> int:
     """A letter that depends on the prompt, on the position in the answer and on the seed."""
-    return ord("a") + (sum(prompt) + 7 * index + 3 * (seed - SEED)) % 26
+    return ord("a") + (sum(prompt) + 7 * index + (seed - SEED) * (index + 3)) % 26
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Faults:
     cut_short_at: int | None = None  # decode finishes as CANCELLED before this token
     # By seed: an answer leaves as Preempted before these tokens, each once.
     preempt_at: dict[int, list[int]] = field(default_factory=dict)
+    refuse_after_preemption: int = 0  # so many Reserves, from the next preemption on
     swaps: int = 0  # that decode tells of every answer
 
 
@@ -119,6 +120,7 @@ class FakeWorker(
         self.reserves: list[worker_pb2.Reserve] = []
         self.stops: list[int] = []
         self.num_tokens_sent = 0
+        self.num_reports = 0
         self.address = ""
         self._epochs = itertools.count(1)
         self._attempts: dict[int, Attempt] = {}  # by epoch
@@ -311,6 +313,7 @@ class FakeWorker(
                     return
                 if index in self.faults.preempt_at.get(answer.seed, ()):
                     self.faults.preempt_at[answer.seed].remove(index)
+                    self.faults.refuse_reserves += self.faults.refuse_after_preemption
                     del running[number]
                     if answer.batch:
                         yield worker_pb2.DecodeEvent(tokens=self._tokens(number, answer))
@@ -380,6 +383,7 @@ class FakeWorker(
     ) -> AsyncIterator[worker_pb2.WorkerReport]:
         while True:
             await self._going.wait()
+            self.num_reports += 1
             yield worker_pb2.WorkerReport(
                 phase=self.phase,
                 load=common_pb2.WorkerLoad(
