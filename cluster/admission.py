@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -163,8 +163,8 @@ class Admission:
             return
         now = self._now()
         self._refuse_hopeless(now)
-        prefills = {v.worker_id: v.snapshot() for v in self._pool.placeable("prefill")}
-        decodes = {v.worker_id: v.snapshot() for v in self._pool.placeable("decode")}
+        prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
+        decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
         smallest_blocked: Demand | None = None
         for entry in self._in_order(now):
             if not any(w.free_blocks for w in prefills.values()):
@@ -184,7 +184,7 @@ class Admission:
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
                     view = self._pool.view(picked.worker_id) if picked is not None else None
                     if view is not None:
-                        snapshots[view.worker_id] = view.snapshot()
+                        snapshots[view.worker_id] = self._snapshot(view)
                 if overdue and decode is not None:
                     _close_kept(entry, decodes)
             elif overdue:
@@ -195,6 +195,10 @@ class Admission:
                     self._keep_free(entry, "decode", decodes)
             elif passes:
                 smallest_blocked = _smaller(smallest_blocked, demand)
+
+    def _snapshot(self, view: WorkerView) -> WorkerSnapshot:
+        asking = tuple(e.demand for e in self._asking if e.asking == view.worker_id)
+        return replace(view.snapshot(), asking=asking)
 
     def _in_order(self, now: float) -> list[Entry]:
         """Those that wait, and those that may be sent back to wait."""

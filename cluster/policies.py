@@ -47,6 +47,8 @@ class WorkerSnapshot:
     backlog_tokens: int = 0  # prompt tokens sent and not yet computed (prefill)
     full: bool = False  # it failed or refused a request for good, and has not reported since
     refused: tuple[Demand, ...] = ()  # for want of room, since it last reported
+    doubtful: tuple[Demand, ...] = ()  # the same, of late: one by one they may ask again
+    asking: tuple[Demand, ...] = ()  # has yet to answer these
 
     def blocks_now(self, demand: Demand) -> int:
         """Blocks that must be free for the attempt to begin.
@@ -74,15 +76,20 @@ class WorkerSnapshot:
             not self.full
             and self.can_ever_hold(demand)
             and self.blocks_now(demand) <= self.free_blocks
-            and not any(self._asks_no_less(demand, other) for other in self.refused)
+            and not self._asks_no_less(demand, self.refused)
+            and not (
+                self._asks_no_less(demand, self.doubtful)
+                and self._asks_no_less(demand, self.asking)
+            )
         )
 
-    def _asks_no_less(self, demand: Demand, refused: Demand) -> bool:
-        """Whether the worker's refusal answers this demand too."""
-        return (
-            self.blocks_now(demand) >= self.blocks_now(refused)
-            and self.blocks_at_end(demand) >= self.blocks_at_end(refused)
-            and demand.batch >= refused.batch
+    def _asks_no_less(self, demand: Demand, others: Iterable[Demand]) -> bool:
+        """Whether a refusal of one of the others is one of this demand too."""
+        return any(
+            self.blocks_now(demand) >= self.blocks_now(other)
+            and self.blocks_at_end(demand) >= self.blocks_at_end(other)
+            and demand.batch >= other.batch
+            for other in others
         )
 
     def _decode_blocks(self, demand: Demand, num_rows: int) -> int:

@@ -32,6 +32,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+DOUBT_S = 1.0  # after a refusal for want of room
+
 
 class ViewState(Enum):
     """How far the router trusts a worker."""
@@ -85,7 +87,7 @@ class WorkerView:
     when a ticket is out or back, which a report would say up to 50 ms later. On decode it is an
     upper bound: what answers have grown to, only the reports tell. The worker's own answer is the
     truth: what it has refused for want of room, and what asks for no less, is not tried again until
-    its next report.
+    its next report, and for a while only one by one, not by the whole queue at once.
     """
 
     def __init__(self, endpoint: WorkerEndpoint) -> None:
@@ -103,7 +105,8 @@ class WorkerView:
         self.used_blocks = 0
         self.backlog_tokens = 0
         self.full = False
-        self._refused: list[Demand] = []
+        self._refused: dict[Demand, None] = {}
+        self._doubtful: dict[Demand, float] = {}  # until when
         self.calls: set[grpc.aio.Call] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
         self.failed_requests: set[str] = set()
@@ -144,11 +147,12 @@ class WorkerView:
             backlog_tokens=self.backlog_tokens,
             full=self.full,
             refused=tuple(self._refused),
+            doubtful=tuple(self._doubtful),
         )
 
     def note_refusal(self, demand: Demand) -> None:
         """The worker had no room for `demand`."""
-        self._refused.append(demand)
+        self._refused[demand] = None
 
     def accept_report(self, report: worker_pb2.WorkerReport, now: float) -> bool:
         """Takes a load report; True where the state or the phase changed by it."""
@@ -156,6 +160,8 @@ class WorkerView:
         self.phase, self.load = report.phase, report.load
         self.last_report_at = now
         self.full = False
+        self._doubtful.update(dict.fromkeys(self._refused, now + DOUBT_S))
+        self._doubtful = {d: until for d, until in self._doubtful.items() if now < until}
         self._refused.clear()
         if self.state is not ViewState.CLOSED:
             self.state = ViewState.READY

@@ -127,6 +127,8 @@ class FakeWorker(
         self._prefilling_blocks = 0
         self._going = asyncio.Event()  # cleared: the worker hangs
         self._going.set()
+        self.reporting = asyncio.Event()  # cleared: no load reports
+        self.reporting.set()
         self._server = grpc.aio.server(
             options=(
                 ("grpc.http2.min_ping_interval_without_data_ms", 0),
@@ -383,6 +385,7 @@ class FakeWorker(
     ) -> AsyncIterator[worker_pb2.WorkerReport]:
         while True:
             await self._going.wait()
+            await self.reporting.wait()
             self.num_reports += 1
             yield worker_pb2.WorkerReport(
                 phase=self.phase,

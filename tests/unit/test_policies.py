@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -153,6 +154,20 @@ REFUSED = Demand(prefill_tokens=160, decode_tokens=800)
 )
 def test_a_refusal_answers_those_that_ask_for_no_less(demand: Demand, asked: bool) -> None:
     assert worker("a", refused=(REFUSED,)).can_hold_now(demand) is asked
+
+
+def test_what_was_refused_of_late_asks_one_by_one() -> None:
+    more, less = Demand(176, 800), Demand(100, 100)
+    for demand, asking, asked in (
+        (more, (), True),
+        (more, (REFUSED,), False),
+        (more, (less,), False),  # refused to the lesser, it is refused to both
+        (more, (Demand(400, 900),), True),
+        (less, (less,), True),
+    ):
+        snapshot = dataclasses.replace(worker("a"), doubtful=(REFUSED,), asking=asking)
+        assert snapshot.can_hold_now(demand) is asked
+    assert dataclasses.replace(worker("a"), asking=(less,)).can_hold_now(more)
 
 
 def test_a_refused_batch_request_says_nothing_of_interactive_ones() -> None:

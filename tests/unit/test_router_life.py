@@ -123,13 +123,13 @@ async def test_fifty_at_once_each_with_its_own_answer() -> None:
 
 async def test_a_refused_reserve_goes_back_to_the_queue() -> None:
     prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
-    decode.faults.refuse_reserves = 3
-    async with Service([prefill], [decode]) as service:
+    decode.faults.refuse_reserves = 5  # more than attempts may fail
+    async with Service([prefill], [decode], max_attempts=3) as service:
         result = await collect(service, ask("hello", 5))
         assert result.token_ids == expected("hello", 5)
         assert result.finish.timings.attempts == 1  # it was never moved
         assert len(prefill.prefills) == 1  # and prefilled once
-        assert [reserve.key.attempt for reserve in decode.reserves] == [1, 2, 3, 4]
+        assert [reserve.key.attempt for reserve in decode.reserves] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_worker_that_takes_nothing_is_given_up_on() -> None:
