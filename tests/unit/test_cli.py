@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from legato.cluster.cli import main as cli
-from legato.cluster.cli.answer import Answer, percentile, read_answer
+from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.operate import parse_targets
@@ -73,13 +73,22 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
                 return
             delta = generation_pb2.Delta(text=word, token_ids=[index], token_offset=index)
             yield generation_pb2.GenerateResponse(delta=delta)
-        yield generation_pb2.GenerateResponse(
-            finish=generation_pb2.Finish(
-                finish_reason=common_pb2.FINISH_REASON_STOP,
-                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=2, seed=7),
-                timings=generation_pb2.Timings(ttft_s=0.5, prefill_forwards=1, decode_forwards=1),
+            for other in range(1, request.n):
+                delta = generation_pb2.Delta(text=f"{other}{word}", token_ids=[index])
+                yield generation_pb2.GenerateResponse(delta=delta, index=other)
+        for other in reversed(range(max(1, request.n))):
+            yield generation_pb2.GenerateResponse(
+                finish=generation_pb2.Finish(
+                    finish_reason=common_pb2.FINISH_REASON_STOP,
+                    usage=generation_pb2.Usage(
+                        prompt_tokens=3, completion_tokens=2, seed=7 + other
+                    ),
+                    timings=generation_pb2.Timings(
+                        ttft_s=0.5, prefill_forwards=1, decode_forwards=1
+                    ),
+                ),
+                index=other,
             )
-        )
 
     def GetStatus(  # noqa: N802  # gRPC's spelling
         self, request: cluster_pb2.GetStatusRequest, context: grpc.ServicerContext
@@ -195,6 +204,40 @@ def test_generate_as_json(run: Runner, capsys: Captured) -> None:
     assert (answer["text"], answer["token_ids"]) == ("two wörds", [0, 1])
     assert answer["usage"]["completion_tokens"] == 2
     assert "forward passes" in captured.err
+
+
+def test_generate_prints_several_answers_apart(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    assert run("generate", "hello", "--n", "3", "--priority", "batch") == 0
+    assert capsys.readouterr().out == (
+        "[1 of 3]\ntwo wörds\n\n[2 of 3]\n1two 1wörds\n\n[3 of 3]\n2two 2wörds\n"
+    )
+    assert (service.requests[0].n, service.requests[0].priority) == (3, common_pb2.PRIORITY_BATCH)
+    assert run("generate", "hello", "--n", "2", "--json", "--stats") == 0
+    captured = capsys.readouterr()
+    answers = json.loads(captured.out)["answers"]
+    assert [answer["text"] for answer in answers] == ["two wörds", "1two 1wörds"]
+    assert [int(answer["usage"]["seed"]) for answer in answers] == [7, 8]
+    assert captured.err.count("forward passes") == 2
+    assert "2 of 2" in captured.err
+
+
+def test_of_several_answers_the_first_unfinished_is_shown_as_it_comes() -> None:
+    out: list[str] = []
+    shown = InTurn(3, out.append)
+    for index, text in ((1, "b"), (0, "a"), (1, ""), (2, "c")):
+        shown.take(index, text)
+    assert "".join(out) == "[1 of 3]\na"
+    shown.take(0, "")
+    assert "".join(out) == "[1 of 3]\na\n\n[2 of 3]\nb\n\n[3 of 3]\nc"
+    shown.take(2, "d")
+    assert out[-1] == "d"
+
+
+def test_a_refusal_of_several_answers_prints_none(run: Runner, capsys: Captured) -> None:
+    assert run("generate", "hello", "--n", "2", "--temperature", "-1") == 1
+    assert capsys.readouterr().out == ""
 
 
 def test_a_refusal_is_one_line_on_stderr(run: Runner, capsys: Captured) -> None:
