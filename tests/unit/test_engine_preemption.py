@@ -52,9 +52,7 @@ def crowd() -> list[Request]:
         )[number % 4]
         prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 30))]
         batch = draw.random() < 0.2
-        requests.append(
-            Request(prompt, params, Priority.BATCH if batch else Priority.INTERACTIVE)
-        )
+        requests.append(Request(prompt, params, Priority.BATCH if batch else Priority.INTERACTIVE))
     return requests
 
 
@@ -95,7 +93,7 @@ def check_same(answer: Answer, right: list[Sampled]) -> None:
 
 
 @overlapping
-@pytest.mark.parametrize("num_slots", [0, 30, 600], ids=["return", "both", "swap"])
+@pytest.mark.parametrize("num_slots", [0, 16, 600], ids=["return", "both", "swap"])
 async def test_64_requests_on_a_third_of_the_room_they_want(
     model: Model, alone: list[list[Sampled]], overlap: bool, num_slots: int
 ) -> None:
@@ -110,7 +108,9 @@ async def test_64_requests_on_a_third_of_the_room_they_want(
         risk=0.9,
         prefix_cache=True,
     ) as pair:
-        answers = await asyncio.gather(*(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests))
+        answers = await asyncio.gather(
+            *(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests)
+        )
         for [answer], right in zip(answers, alone, strict=True):
             check_same(answer, right)
             assert answer.num_joined <= 1 + answer.num_returns
@@ -119,16 +119,18 @@ async def test_64_requests_on_a_third_of_the_room_they_want(
         returns = sum(answer.num_returns for [answer] in answers)
         swaps = sum(answer.num_swaps for [answer] in answers)
         assert stats.num_preemptions >= 8
-        assert (returns >= 4) == (num_slots < 600)
-        assert (swaps >= 4) == (num_slots > 0)
+        assert (returns > 0) == (num_slots < 600)
+        assert (swaps > 0) == (num_slots > 0)
         assert stats.num_returned >= returns
 
-        # Whatever is registered now, after all that, is what it says.
+        # What the last to end have left behind is what its names say.
+        seconds = [second_turn(answer) for answer in pair.ended[:-7:-1]]
         pair.num_found = 0
-        seconds = [second_turn(answer) for [answer] in answers[:16]]
-        again = await asyncio.gather(*(pair.ask(r.prompt, r.params) for r in seconds))
+        again = [await pair.ask(r.prompt, r.params) for r in seconds]
         assert pair.num_found > 0
-    for [answer], right in zip(again, await asyncio.to_thread(answers_alone, model, seconds), strict=True):
+        await pair.check_all_is_back()
+    rights = await asyncio.to_thread(answers_alone, model, seconds)
+    for [answer], right in zip(again, rights, strict=True):
         check_same(answer, right)
 
 
@@ -138,7 +140,9 @@ def second_turn(answer: Answer) -> Request:
 
 
 @overlapping
-@pytest.mark.parametrize("prompt_length", [1, 3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1])
+@pytest.mark.parametrize(
+    "prompt_length", [1, 3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1]
+)
 @pytest.mark.parametrize("prefix_cache", [False, True])
 async def test_answers_to_one_prompt_are_those_of_their_seeds(
     model: Model, prompt_length: int, overlap: bool, prefix_cache: bool
@@ -328,7 +332,8 @@ async def test_released_wherever_it_stands(model: Model, overlap: bool) -> None:
 async def lone_call(pair: EnginePair, tokens: list[int], params: SamplingParams) -> None:
     """A decode call over rows of zeros, which frees everything when it is cancelled."""
     rows = len(tokens) - 1
-    [claim] = await pair.admit(Newcomer(rows, len(tokens) + params.max_tokens - 1, params.max_tokens))
+    max_rows = rows + params.max_tokens
+    [claim] = await pair.admit(Newcomer(rows, max_rows, params.max_tokens))
     blocks, _ = pair.ledger.bind(claim)
     sequence = Sequence(
         tokens,
