@@ -145,6 +145,13 @@ class EnginePair:
         await self._stay(answers, params)
         return answers
 
+    async def ask_together(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
+        """One answer to each; decode, which has not started, starts when all have landed there."""
+        tasks = [asyncio.create_task(self.ask(*request)) for request in requests]
+        await self.until(lambda: self.decode.stats().waiting == len(tasks))
+        self.decode.start()
+        return [answer for [answer] in await asyncio.gather(*tasks)]
+
     async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(20_000):
             if condition():
@@ -284,6 +291,7 @@ async def running_engines(
     risk: float = 0.6,
     prefix_cache: bool = False,
     max_batch_size: int = 64,
+    start_decode: bool = True,
 ) -> AsyncIterator[EnginePair]:
     """With few `prior_tokens` and much `risk` too many are let in, and victims must yield."""
     pair = EnginePair(
@@ -297,7 +305,8 @@ async def running_engines(
         max_batch_size=max_batch_size,
     )
     pair.prefill.start()
-    pair.decode.start()
+    if start_decode:
+        pair.decode.start()
     try:
         yield pair
     finally:

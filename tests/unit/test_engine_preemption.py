@@ -239,11 +239,14 @@ async def test_the_last_token_of_one_that_had_to_leave_may_have_been_its_end(
             continue
         stopping = replace(params, stop_token_ids=frozenset(right[place : place + 1]))
         async with running_engines(
-            model, num_blocks=9, overlap=overlap, prior_tokens=1, risk=0.9
+            model,
+            num_blocks=9,
+            overlap=overlap,
+            prior_tokens=1,
+            risk=0.9,
+            start_decode=False,
         ) as pair:
-            [first], [second] = await asyncio.gather(
-                pair.ask(prompts[0], params), pair.ask(prompts[1], stopping)
-            )
+            first, second = await pair.ask_together([(prompts[0], params), (prompts[1], stopping)])
             assert first.sampled == alone[0]
             assert second.token_ids == right[: place + 1]
             await pair.check_all_is_back()
@@ -355,12 +358,17 @@ async def lone_call(pair: EnginePair, tokens: list[int], params: SamplingParams)
 async def test_what_a_swapped_one_wrote_before_is_registered_again(model: Model) -> None:
     """Its blocks are others after it came back; a second turn finds them all."""
     async with running_engines(
-        model, num_blocks=14, num_slots=20, prior_tokens=1, risk=0.9, prefix_cache=True
+        model,
+        num_blocks=14,
+        num_slots=20,
+        prior_tokens=1,
+        risk=0.9,
+        prefix_cache=True,
+        start_decode=False,
     ) as pair:
-        prompts = [list(range(30, 38)), list(range(60, 68))]
         params = SamplingParams.greedy_for(24, ignore_eos=True)
-        await_first = [pair.ask(p, params) for p in prompts]
-        [_], [second] = await asyncio.gather(*await_first)
+        prompts = [list(range(30, 38)), list(range(60, 68))]
+        _, second = await pair.ask_together([(prompt, params) for prompt in prompts])
         await pair.check_all_is_back()
         assert second.num_swaps > 0
         hashes = PrefixHasher("tiny", BLOCK_SIZE, kv_kind="fp32").block_hashes(
