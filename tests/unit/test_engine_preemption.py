@@ -14,6 +14,7 @@ from tiny_models import VOCAB_SIZE, make_llama
 
 from legato.worker import engine as engine_module
 from legato.worker.kv.block_lease import BlockLease
+from legato.worker.kv.mover import KvMover
 from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.mailbox import TokenEvent
 from legato.worker.priority import Priority
@@ -24,6 +25,7 @@ from legato.worker.sequence import FinishReason, Sequence
 if TYPE_CHECKING:
     from legato.worker.forward import Model
     from legato.worker.sampler import Sampled
+    from legato.worker.scheduling.decision import Decision
 
 NUM_REQUESTS = 64
 overlapping = pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapping"])
@@ -252,6 +254,52 @@ async def test_the_last_token_of_one_that_had_to_leave_may_have_been_its_end(
             await pair.check_all_is_back()
             ended_untold += pair.decode.stats().num_returned - second.num_returns
     assert (ended_untold > 0) == overlap
+
+
+@overlapping
+async def test_what_others_do_with_free_blocks_meanwhile_does_no_harm(
+    model: Model, alone: list[list[Sampled]], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a decision and its moves, another thread may take and overwrite all that is free."""
+    requests = crowd()[:24]
+    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
+    forked = replace(SAMPLED, max_tokens=20, seed=5)
+    async with running_engines(
+        model,
+        num_blocks=rows // BLOCK_SIZE // 3,
+        num_slots=40,
+        overlap=overlap,
+        prior_tokens=2,
+        risk=0.9,
+    ) as pair:
+        run = KvMover.run
+        num_taken = 0
+
+        def run_late(mover: KvMover, decision: Decision) -> None:
+            nonlocal num_taken
+            taken = None
+            while taken is None:  # the event loop may be quicker
+                taken = pair.pool.allocate(pair.pool.usage().available)
+            num_taken += len(taken)
+            for pages in pair.cache.layers:
+                for block in taken:
+                    place = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+                    pages.k[place] = pages.v[place] = 1e3
+            pair.pool.free(taken)
+            run(mover, decision)
+
+        monkeypatch.setattr(KvMover, "run", run_late)
+        asked = await asyncio.gather(
+            pair.ask(list(range(11)), forked, num_answers=3),
+            *(pair.ask(r.prompt, r.params) for r in requests),
+        )
+        assert num_taken > 100
+        assert pair.decode.stats().num_preemptions > 0
+        await pair.check_all_is_back()
+    own = [Request(list(range(11)), forked.for_answer(i)) for i in range(3)]
+    rights = await asyncio.to_thread(answers_alone, model, own) + alone[:24]
+    for answer, right in zip((a for group in asked for a in group), rights, strict=True):
+        check_same(answer, right)
 
 
 async def sits_out(pair: EnginePair) -> tuple[Sequence, list[int]]:
