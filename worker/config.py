@@ -32,6 +32,9 @@ class WorkerConfig:
     kv_cache: str = "auto"  # auto, fp8, int8; auto is the dtype of the weights
     weights: str = "auto"  # of the matrices: one of WEIGHTS
     kv_memory_bytes: int = 1 << 30
+    swap_memory_bytes: int | None = None
+    admission: Literal["expected", "reserve"] = "expected"
+    admission_risk: float = 0.6
     block_size: int = 16
     prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
     prefix_cache: bool = True  # keep the KV of prompts' beginnings while there is room

@@ -13,6 +13,7 @@ from legato.protos import kv_transfer_pb2_grpc, worker_pb2_grpc
 from legato.worker.engine import Engine
 from legato.worker.handoff.peers import PeerChannels
 from legato.worker.handoff.receiver import KvReceiver
+from legato.worker.handoff.room_notes import RoomNotes
 from legato.worker.handoff.sender import KvSender
 from legato.worker.handoff.tickets import TicketBook
 from legato.worker.handoff.transfer_counters import TransferCounters
@@ -24,7 +25,7 @@ from legato.worker.kv.pager import KvPager
 from legato.worker.load import worker_load
 from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
-from legato.worker.scheduling.claim import AdmissionRule
+from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule
 from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.services.control import ControlService
 from legato.worker.services.decode import DecodeService
@@ -52,6 +53,7 @@ class WorkerNode:
     identity: Identity
     lifecycle: Lifecycle
     pool: BlockPool
+    host_pool: BlockPool | None  # slots for the KV of those that were preempted
     cache: KvCache
     engine: Engine
     tickets: TicketBook
@@ -81,16 +83,33 @@ class WorkerNode:
         num_blocks = shape.num_blocks(config.kv_memory_bytes)
         check_kv_memory(config.kv_memory_bytes, loaded.device)
         pool = BlockPool(num_blocks)
-        scheduler: Scheduler = (
-            PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
-            if config.role == "prefill"
-            else CapacityScheduler(
-                pool,
-                CapacityLedger(pool, config.block_size, AdmissionRule()),
-                config.max_batch_size,
-            )
-        )
+        rule = AdmissionRule(AdmissionMode(config.admission), config.admission_risk)
+        ledger = CapacityLedger(pool, config.block_size, rule)
+        num_slots = _num_swap_slots(config, shape, num_blocks)
+        host_pool = BlockPool(num_slots) if num_slots else None
         cache = KvCache(shape, num_blocks, loaded.device)
+        scheduler: Scheduler
+        mover = None
+        if config.role == "prefill":
+            scheduler = PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
+        else:
+            scheduler = CapacityScheduler(pool, ledger, config.max_batch_size, host_pool)
+            mover = KvMover(cache, num_slots)
+        engine = Engine(
+            model=loaded.model,
+            cache=cache,
+            scheduler=scheduler,
+            sample=sample,
+            device=loaded.device,
+            max_batch_size=config.max_batch_size,
+            loop=loop,
+            on_failure=on_failure,
+            counts_prompt_tokens=config.role == "prefill",
+            mover=mover,
+        )
+        # Each knows of the other: the engine is told what the tickets give back.
+        notes = RoomNotes(engine, lambda: tickets.wanted(), loop)
+        tickets = TicketBook(pool, ledger, block_size=config.block_size, on_change=notes.tell)
         return cls(
             identity=Identity(
                 worker_id=f"{config.role}-{uuid.uuid4().hex}",
@@ -105,20 +124,10 @@ class WorkerNode:
             ),
             lifecycle=lifecycle,
             pool=pool,
+            host_pool=host_pool,
             cache=cache,
-            engine=Engine(
-                model=loaded.model,
-                cache=cache,
-                scheduler=scheduler,
-                sample=sample,
-                device=loaded.device,
-                max_batch_size=config.max_batch_size,
-                loop=loop,
-                on_failure=on_failure,
-                counts_prompt_tokens=config.role == "prefill",
-                mover=KvMover(cache, 0) if config.role == "decode" else None,
-            ),
-            tickets=TicketBook(pool, config.block_size),
+            engine=engine,
+            tickets=tickets,
             pager=KvPager(cache),
             peers=PeerChannels(),
             transfers=TransferCounters(),
@@ -134,6 +143,7 @@ class WorkerNode:
             self.engine.stats(),
             self.transfers,
             self.tickets.num_landing,
+            None if self.host_pool is None else self.host_pool.usage(),
         )
 
     def add_services(self, server: grpc.aio.Server, begin_drain: Callable[[], None]) -> None:
@@ -149,7 +159,14 @@ class WorkerNode:
             server,
         )
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(
-            DecodeService(self.identity, self.lifecycle, self.engine, self.tickets), server
+            DecodeService(
+                self.identity,
+                self.lifecycle,
+                self.engine,
+                self.tickets,
+                prefix_cache=self.prefix_cache,
+            ),
+            server,
         )
         kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(
             KvTransferService(self.identity.role, self._new_receiver), server
@@ -191,3 +208,11 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _num_swap_slots(config: WorkerConfig, shape: KvShape, num_blocks: int) -> int:
+    if config.role != "decode" or config.admission == "reserve":
+        return 0  # nobody is ever preempted
+    if config.swap_memory_bytes is None:
+        return min(num_blocks, shape.num_blocks(memory_bytes(torch.device("cpu")) // 4))
+    return shape.num_blocks(config.swap_memory_bytes)
