@@ -16,7 +16,7 @@ from local_service import request as greedy_request
 from router_service import Service, ask
 from router_service import collect as collect_fake
 from tiny_models import make_llama_folder
-from worker_pair import running_pair, running_worker
+from worker_pair import running_pair, running_worker, sampling
 
 from legato.cluster.cli.serve import parse_size
 from legato.cluster.sampling_rules import shown_float
@@ -98,7 +98,9 @@ async def test_a_malformed_message_within_a_stream_frees_what_the_call_held(
     async with running_worker("decode") as worker:
         call = worker.channel.stream_stream("/legato.v1.DecodeWorker/Decode")(timeout=5)
         key = worker_pb2.AttemptKey(request_id="r", attempt=1)
-        reserve = worker_pb2.Reserve(key=key, num_handoff_tokens=3, max_kv_tokens=7)
+        reserve = worker_pb2.Reserve(
+            key=key, token_ids=[1, 2, 3], num_prompt_tokens=3, sampling=sampling(5)
+        )
         await call.write(worker_pb2.DecodeCommand(reserve=reserve).SerializeToString())
         assert worker_pb2.DecodeEvent.FromString(await call.read()).HasField("ticket")
         assert worker.load().reserved_blocks > 0
@@ -129,7 +131,9 @@ async def test_a_ticket_that_is_never_used_ends_without_a_deadline(
     async with running_pair() as pair:
         call = pair.d.decode.Decode()
         key = worker_pb2.AttemptKey(request_id="idle", attempt=1)
-        reserve = worker_pb2.Reserve(key=key, num_handoff_tokens=3, max_kv_tokens=7)
+        reserve = worker_pb2.Reserve(
+            key=key, token_ids=[1, 2, 3], num_prompt_tokens=3, sampling=sampling(5)
+        )
         await call.write(worker_pb2.DecodeCommand(reserve=reserve))
         assert (await call.read()).WhichOneof("event") == "ticket"
         assert pair.d.load().reserved_blocks > 0
