@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+
 import grpc
 import pytest
 from fake_engine import VOCAB_SIZE

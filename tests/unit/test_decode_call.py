@@ -105,7 +105,9 @@ class Scene:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    def tell(self, which: int, *events: JoinedEvent | TokenEvent | BrokenEvent | PreemptedEvent) -> None:
+    def tell(
+        self, which: int, *events: JoinedEvent | TokenEvent | BrokenEvent | PreemptedEvent
+    ) -> None:
         for event in events:
             self.engine.mailboxes[which].put(event)
 
@@ -212,15 +214,23 @@ async def test_all_tokens_are_told_before_the_preemption() -> None:
         scene.tell(1, JoinedEvent(), token(1), PreemptedEvent(2))
         scene.tell(0, PreemptedEvent(1))  # perhaps it was never in the batch
         await scene.run
-        assert sorted(map(str, scene.router.kinds())) == ["joined", "preempted", "preempted", "tokens"]
+        assert sorted(map(str, scene.router.kinds())) == [
+            "joined",
+            "preempted",
+            "preempted",
+            "tokens",
+        ]
         preempted = {
             e.preempted.answer: e.preempted.num_preemptions
             for e in scene.router.told
             if e.HasField("preempted")
         }
         assert preempted == {0: 1, 1: 2}
-        kinds = [k for k, e in zip(scene.router.kinds(), scene.router.told, strict=True)
-                 if k != "preempted" or e.preempted.answer == 1]
+        kinds = [
+            k
+            for k, e in zip(scene.router.kinds(), scene.router.told, strict=True)
+            if k != "preempted" or e.preempted.answer == 1
+        ]
         assert kinds == ["joined", "tokens", "preempted"]
 
 

@@ -29,7 +29,8 @@ class FakeTimer:
         timers.append(self)
 
     def cancel(self) -> None:
-        self._timers.remove(self)
+        if self in self._timers:  # else it is over: no fault
+            self._timers.remove(self)
 
 
 class FakeLoop:

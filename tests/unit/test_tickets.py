@@ -107,7 +107,11 @@ def test_answers_share_full_blocks_and_any_may_end_first(mode: AdmissionMode, ro
         assert [answer.claim.own_blocks for answer in answers] == [
             2 if mode is AdmissionMode.RESERVE else 1
         ] * 3
-        for answer in [answers[first_to_end], *answers[:first_to_end], *answers[first_to_end + 1 :]]:
+        for answer in [
+            answers[first_to_end],
+            *answers[:first_to_end],
+            *answers[first_to_end + 1 :],
+        ]:
             room.end(answer)
             room.check()
         room.book.close(ticket)
@@ -287,4 +291,4 @@ def test_the_end_of_the_worker_voids_every_ticket() -> None:
     for answer in list(room.engine):
         room.end(answer)
     room.check()
-    assert KEY == tickets[0].key
+    assert tickets[0].key == KEY
