@@ -89,5 +89,5 @@ class CommandQueue:
         return commands
 
     def wait(self, timeout_s: float) -> None:
-        """Until something was asked since the last `take`. With `changed` held, but while waiting."""
+        """Until something was asked since the last `take`. With `changed` held."""
         self.changed.wait_for(lambda: self._commands or self._woken or self._stopping, timeout_s)

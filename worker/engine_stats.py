@@ -23,9 +23,7 @@ class EngineStats:
     num_returned: int = 0  # of these, those that have left to be computed anew elsewhere
 
     @classmethod
-    def of(
-        cls, scheduler: Scheduler, *, steps: int, tokens: int, num_returned: int
-    ) -> EngineStats:
+    def of(cls, scheduler: Scheduler, *, steps: int, tokens: int, num_returned: int) -> EngineStats:
         """With the counters that only the engine knows."""
         return cls(
             waiting=scheduler.num_waiting,

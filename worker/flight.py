@@ -45,12 +45,12 @@ class Flight:
     def collect(self) -> list[tuple[Sequence, list[Sampled | None]]]:
         """Waits for the tokens: of each sequence, one for each of its answers."""
         tokens = self.sampled.collect() if self.sampled is not None else []
-        collected = []
+        collected, start = [], 0
         for sequence in self.sequences:
-            own, tokens = tokens[: sequence.num_answers], tokens[sequence.num_answers :]
-            assert len(own) == sequence.num_answers, "the sampler lost a row"
-            collected.append((sequence, own))
-        assert not tokens, "the sampler made rows up"
+            end = start + sequence.num_answers
+            collected.append((sequence, tokens[start:end]))
+            start = end
+        assert start == len(tokens), "the sampler lost a row"
         return collected
 
     def unpin(self) -> None:

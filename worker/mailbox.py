@@ -45,8 +45,8 @@ class BrokenEvent:
 
 @dataclass(frozen=True)
 class PreemptedEvent:
-    """The sequence had to leave for want of KV blocks, perhaps before it ever joined. All its tokens
-    were told before, and it goes on from them in a sequence of its own.
+    """The sequence had to leave for want of KV blocks, perhaps before it ever joined. Its tokens
+    were told before, and it goes on from them in another sequence.
     """
 
     num_preemptions: int  # so far

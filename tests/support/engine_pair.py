@@ -1,4 +1,4 @@
-"""A prefill and a decode engine on one model, and what event loop, router and client do with them."""
+"""EnginePair: a prefill and a decode engine, and what loop, router and client do with them."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ class EnginePair:
         self.failures: list[BaseException] = []
         self.num_found = 0  # blocks that the decode pool had already
         self.num_answers = 0
+        self.ended: list[Answer] = []  # on the decode engine, in order
 
         def engine(
             scheduler: PrefillScheduler | CapacityScheduler,
@@ -143,6 +144,13 @@ class EnginePair:
         self.num_answers += num_answers
         await self._stay(answers, params)
         return answers
+
+    async def ask_together(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
+        """One answer to each; decode, which has not started, starts when all have landed there."""
+        tasks = [asyncio.create_task(self.ask(*request)) for request in requests]
+        await self.until(lambda: self.decode.stats().waiting == len(tasks))
+        self.decode.start()
+        return [answer for [answer] in await asyncio.gather(*tasks)]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(20_000):
@@ -211,7 +219,8 @@ class EnginePair:
         assert prompt.lease is not None
         start = num_found * BLOCK_SIZE
         with torch.inference_mode():
-            for layer in range(self.cache.shape.num_layers):
+            # A prompt that is found whole has no rows to move.
+            for layer in range(self.cache.shape.num_layers if start < len(tokens) else 0):
                 taken = wire.slots_of(prompt.lease.blocks, BLOCK_SIZE, start, len(tokens) - start)
                 given = wire.slots_of(blocks, BLOCK_SIZE, start, len(tokens) - start)
                 data = wire.read_rows(self.prefill_cache, layer, taken)
@@ -244,9 +253,7 @@ class EnginePair:
                 claim=claim,
             )
             forked = claim is not claims[0]
-            mailbox = (
-                self.decode.fork(sequence, source) if forked else self.decode.submit(sequence)
-            )
+            mailbox = self.decode.fork(sequence, source) if forked else self.decode.submit(sequence)
             staying.append((answer, sequence, mailbox))
         if answers[0].finish_reason is not None:
             lease.release()  # the others hold what they need of it
@@ -267,7 +274,9 @@ class EnginePair:
                 else:
                     answer.num_joined += 1
         self.decode.release(sequence, mailbox)
-        if returned:
+        if not returned:
+            self.ended.append(answer)
+        else:
             await self._stay([answer], answer.params)
 
 
@@ -282,6 +291,7 @@ async def running_engines(
     risk: float = 0.6,
     prefix_cache: bool = False,
     max_batch_size: int = 64,
+    start_decode: bool = True,
 ) -> AsyncIterator[EnginePair]:
     """With few `prior_tokens` and much `risk` too many are let in, and victims must yield."""
     pair = EnginePair(
@@ -295,7 +305,8 @@ async def running_engines(
         max_batch_size=max_batch_size,
     )
     pair.prefill.start()
-    pair.decode.start()
+    if start_decode:
+        pair.decode.start()
     try:
         yield pair
     finally:

@@ -14,6 +14,7 @@ from tiny_models import VOCAB_SIZE, make_llama
 
 from legato.worker import engine as engine_module
 from legato.worker.kv.block_lease import BlockLease
+from legato.worker.kv.mover import KvMover
 from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.mailbox import TokenEvent
 from legato.worker.priority import Priority
@@ -24,6 +25,7 @@ from legato.worker.sequence import FinishReason, Sequence
 if TYPE_CHECKING:
     from legato.worker.forward import Model
     from legato.worker.sampler import Sampled
+    from legato.worker.scheduling.decision import Decision
 
 NUM_REQUESTS = 64
 overlapping = pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapping"])
@@ -52,9 +54,7 @@ def crowd() -> list[Request]:
         )[number % 4]
         prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 30))]
         batch = draw.random() < 0.2
-        requests.append(
-            Request(prompt, params, Priority.BATCH if batch else Priority.INTERACTIVE)
-        )
+        requests.append(Request(prompt, params, Priority.BATCH if batch else Priority.INTERACTIVE))
     return requests
 
 
@@ -95,7 +95,7 @@ def check_same(answer: Answer, right: list[Sampled]) -> None:
 
 
 @overlapping
-@pytest.mark.parametrize("num_slots", [0, 30, 600], ids=["return", "both", "swap"])
+@pytest.mark.parametrize("num_slots", [0, 16, 600], ids=["return", "both", "swap"])
 async def test_64_requests_on_a_third_of_the_room_they_want(
     model: Model, alone: list[list[Sampled]], overlap: bool, num_slots: int
 ) -> None:
@@ -110,7 +110,9 @@ async def test_64_requests_on_a_third_of_the_room_they_want(
         risk=0.9,
         prefix_cache=True,
     ) as pair:
-        answers = await asyncio.gather(*(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests))
+        answers = await asyncio.gather(
+            *(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests)
+        )
         for [answer], right in zip(answers, alone, strict=True):
             check_same(answer, right)
             assert answer.num_joined <= 1 + answer.num_returns
@@ -119,16 +121,18 @@ async def test_64_requests_on_a_third_of_the_room_they_want(
         returns = sum(answer.num_returns for [answer] in answers)
         swaps = sum(answer.num_swaps for [answer] in answers)
         assert stats.num_preemptions >= 8
-        assert (returns >= 4) == (num_slots < 600)
-        assert (swaps >= 4) == (num_slots > 0)
+        assert (returns > 0) == (num_slots < 600)
+        assert (swaps > 0) == (num_slots > 0)
         assert stats.num_returned >= returns
 
-        # Whatever is registered now, after all that, is what it says.
+        # What the last to end have left behind is what its names say.
+        seconds = [second_turn(answer) for answer in pair.ended[:-7:-1]]
         pair.num_found = 0
-        seconds = [second_turn(answer) for [answer] in answers[:16]]
-        again = await asyncio.gather(*(pair.ask(r.prompt, r.params) for r in seconds))
+        again = [await pair.ask(r.prompt, r.params) for r in seconds]
         assert pair.num_found > 0
-    for [answer], right in zip(again, await asyncio.to_thread(answers_alone, model, seconds), strict=True):
+        await pair.check_all_is_back()
+    rights = await asyncio.to_thread(answers_alone, model, seconds)
+    for [answer], right in zip(again, rights, strict=True):
         check_same(answer, right)
 
 
@@ -138,7 +142,9 @@ def second_turn(answer: Answer) -> Request:
 
 
 @overlapping
-@pytest.mark.parametrize("prompt_length", [1, 3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1])
+@pytest.mark.parametrize(
+    "prompt_length", [1, 3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1]
+)
 @pytest.mark.parametrize("prefix_cache", [False, True])
 async def test_answers_to_one_prompt_are_those_of_their_seeds(
     model: Model, prompt_length: int, overlap: bool, prefix_cache: bool
@@ -235,16 +241,65 @@ async def test_the_last_token_of_one_that_had_to_leave_may_have_been_its_end(
             continue
         stopping = replace(params, stop_token_ids=frozenset(right[place : place + 1]))
         async with running_engines(
-            model, num_blocks=9, overlap=overlap, prior_tokens=1, risk=0.9
+            model,
+            num_blocks=9,
+            overlap=overlap,
+            prior_tokens=1,
+            risk=0.9,
+            start_decode=False,
         ) as pair:
-            [first], [second] = await asyncio.gather(
-                pair.ask(prompts[0], params), pair.ask(prompts[1], stopping)
-            )
+            first, second = await pair.ask_together([(prompts[0], params), (prompts[1], stopping)])
             assert first.sampled == alone[0]
             assert second.token_ids == right[: place + 1]
             await pair.check_all_is_back()
             ended_untold += pair.decode.stats().num_returned - second.num_returns
     assert (ended_untold > 0) == overlap
+
+
+@overlapping
+async def test_what_others_do_with_free_blocks_meanwhile_does_no_harm(
+    model: Model, alone: list[list[Sampled]], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a decision and its moves, another thread may take and overwrite all that is free."""
+    requests = crowd()[:24]
+    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
+    forked = replace(SAMPLED, max_tokens=20, seed=5)
+    async with running_engines(
+        model,
+        num_blocks=rows // BLOCK_SIZE // 3,
+        num_slots=40,
+        overlap=overlap,
+        prior_tokens=2,
+        risk=0.9,
+    ) as pair:
+        run = KvMover.run
+        num_taken = 0
+
+        def run_late(mover: KvMover, decision: Decision) -> None:
+            nonlocal num_taken
+            taken = None
+            while taken is None:  # the event loop may be quicker
+                taken = pair.pool.allocate(pair.pool.usage().available)
+            num_taken += len(taken)
+            for pages in pair.cache.layers:
+                for block in taken:
+                    place = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+                    pages.k[place] = pages.v[place] = 1e3
+            pair.pool.free(taken)
+            run(mover, decision)
+
+        monkeypatch.setattr(KvMover, "run", run_late)
+        asked = await asyncio.gather(
+            pair.ask(list(range(11)), forked, num_answers=3),
+            *(pair.ask(r.prompt, r.params) for r in requests),
+        )
+        assert num_taken > 100
+        assert pair.decode.stats().num_preemptions > 0
+        await pair.check_all_is_back()
+    own = [Request(list(range(11)), forked.for_answer(i)) for i in range(3)]
+    rights = await asyncio.to_thread(answers_alone, model, own) + alone[:24]
+    for answer, right in zip((a for group in asked for a in group), rights, strict=True):
+        check_same(answer, right)
 
 
 async def sits_out(pair: EnginePair) -> tuple[Sequence, list[int]]:
@@ -328,7 +383,8 @@ async def test_released_wherever_it_stands(model: Model, overlap: bool) -> None:
 async def lone_call(pair: EnginePair, tokens: list[int], params: SamplingParams) -> None:
     """A decode call over rows of zeros, which frees everything when it is cancelled."""
     rows = len(tokens) - 1
-    [claim] = await pair.admit(Newcomer(rows, len(tokens) + params.max_tokens - 1, params.max_tokens))
+    max_rows = rows + params.max_tokens
+    [claim] = await pair.admit(Newcomer(rows, max_rows, params.max_tokens))
     blocks, _ = pair.ledger.bind(claim)
     sequence = Sequence(
         tokens,
@@ -350,12 +406,17 @@ async def lone_call(pair: EnginePair, tokens: list[int], params: SamplingParams)
 async def test_what_a_swapped_one_wrote_before_is_registered_again(model: Model) -> None:
     """Its blocks are others after it came back; a second turn finds them all."""
     async with running_engines(
-        model, num_blocks=14, num_slots=20, prior_tokens=1, risk=0.9, prefix_cache=True
+        model,
+        num_blocks=14,
+        num_slots=20,
+        prior_tokens=1,
+        risk=0.9,
+        prefix_cache=True,
+        start_decode=False,
     ) as pair:
-        prompts = [list(range(30, 38)), list(range(60, 68))]
         params = SamplingParams.greedy_for(24, ignore_eos=True)
-        await_first = [pair.ask(p, params) for p in prompts]
-        [_], [second] = await asyncio.gather(*await_first)
+        prompts = [list(range(30, 38)), list(range(60, 68))]
+        _, second = await pair.ask_together([(prompt, params) for prompt in prompts])
         await pair.check_all_is_back()
         assert second.num_swaps > 0
         hashes = PrefixHasher("tiny", BLOCK_SIZE, kv_kind="fp32").block_hashes(

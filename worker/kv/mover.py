@@ -23,7 +23,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that
 
 class KvMover:
     """Used by the engine's thread, on its stream: the forward pass that follows sees the result,
-    and on CUDA nothing waits.
+    and on CUDA nothing waits for the host.
 
     Blocks are gathered into a buffer on the device, a row each, and from there go to other blocks
     or to the host: a kernel for each layer's K and V, a copy for each run of neighbouring slots.

@@ -246,9 +246,10 @@ class CapacityScheduler:
             return False  # its KV is not in the host's memory yet
         claim = claim_of(sequence)
         count = self._blocks_to_return(sequence)
-        # When nothing else is here, the expectation does not matter: it may grow to the end.
-        if self._live.running or self._live.waiting:
-            ahead = [w for w in self._live.wanted if w.priority > claim.priority]
+        ahead = [w for w in self._live.wanted if w.priority > claim.priority]
+        # When nothing else is here, the expectation does not matter: it may grow to the end. But
+        # one that is about to come in, for which it may just have made room, goes first.
+        if self._live.running or self._live.waiting or self._about_to_enter(ahead):
             if not self._ledger.may_return(claim, count, len(hand), ahead):
                 return False
         taken = self._pool.allocate(max(0, count - len(hand)))
@@ -267,6 +268,10 @@ class CapacityScheduler:
         if not sequence.ends_unread:
             ready.append(sequence)
         return True
+
+    def _about_to_enter(self, ahead: list[Newcomer]) -> bool:
+        coming = self._preemption.num_blocks_coming()
+        return bool(ahead) and self._ledger.may_enter(ahead[0], coming)
 
     def _blocks_to_return(self, sequence: Sequence) -> int:
         return blocks_for(sequence.num_computed + 1, self._block_size)
