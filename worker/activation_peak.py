@@ -111,4 +111,4 @@ def _step(lengths: list[tuple[int, int]], block_size: int) -> Step:
             lease=BlockLease(BlockPool(1), list(range(blocks_for(num_tokens, block_size)))),
         )
         parts.append(StepPart(sequence, num_new))
-    return Step(parts, [])
+    return Step(parts)
