@@ -7,6 +7,7 @@ controller owns the workers. Ray ends what an ended process owned, so nothing ou
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from legato.cluster.config import EngineOptions, RouterOptions
     from legato.cluster.control_plane import Role, WorkerEndpoint
     from legato.cluster.pool import ControllerOptions
+    from legato.worker.config import WorkerConfig
 
 CALL_TIMEOUT_S = 5.0  # of one small call between actors
 PUBLISH_TIMEOUT_S = 60.0  # the router may still be reading its tokenizer
@@ -68,6 +70,35 @@ class _Process:
     created_s: float
 
 
+def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
+    """What one worker is told, on the machine where it runs."""
+    from legato.worker.config import WorkerConfig
+
+    engine, place = plan.engine, plan.placement
+    fraction = engine.kv_memory_fraction
+    return WorkerConfig(
+        model=plan.model,
+        role=role,
+        host=place.host or _node_address(),
+        device=place.device,
+        dtype=engine.dtype,
+        kv_cache=engine.kv_cache,
+        deterministic=engine.deterministic,
+        weights=engine.weights,
+        kv_memory_bytes=engine.kv_memory_bytes,
+        kv_memory_fraction=None if fraction is None else fraction / place.sharers,
+        swap_memory_bytes=engine.swap_memory_bytes,
+        admission=engine.admission,
+        admission_risk=engine.admission_risk,
+        block_size=engine.block_size,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache=engine.prefix_cache,
+        max_batch_size=engine.max_batch_size,
+        context_length=engine.context_length,
+        num_threads=place.num_threads,
+    )
+
+
 class WorkerActor:
     """Hosts one WorkerServer in the actor's event loop."""
 
@@ -83,30 +114,12 @@ class WorkerActor:
     async def start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
         """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
         # Here, not above: the router's and the controller's processes need no torch.
-        from legato.worker.config import WorkerConfig
         from legato.worker.server import WorkerServer
 
-        engine, place = plan.engine, plan.placement
-        server = WorkerServer(
-            WorkerConfig(
-                model=plan.model,
-                role=role,
-                host=place.host or _node_address(),
-                device=place.device,
-                dtype=engine.dtype,
-                kv_cache=engine.kv_cache,
-                deterministic=engine.deterministic,
-                weights=engine.weights,
-                kv_memory_bytes=engine.kv_memory_bytes,
-                block_size=engine.block_size,
-                prefill_chunk_tokens=engine.prefill_chunk_tokens,
-                prefix_cache=engine.prefix_cache,
-                max_batch_size=engine.max_batch_size,
-                context_length=engine.context_length,
-                num_threads=place.num_threads,
-            ),
-            on_progress=self._note_progress,
-        )
+        # For what workers say at their start, in Ray's folder of logs.
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("legato").setLevel(logging.INFO)
+        server = WorkerServer(worker_config(role, plan), on_progress=self._note_progress)
         address = await server.start()
         self._server = server
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())

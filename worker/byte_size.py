@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them."""
+"""Amounts of memory as people write them: sizes, and fractions of what is there."""
 
 from __future__ import annotations
 
@@ -24,3 +24,28 @@ def parse_byte_size(text: str, name: str = "size") -> int:
     if size < 1:
         raise ValueError(f"{name} must be at least 1 byte, got {text!r}")
     return size
+
+
+def parse_fraction(text: str, name: str) -> float | None:
+    """A number in (0, 1] without a unit, as `0.6`; None where `text` must be a size.
+
+    Raises:
+        ValueError: it has a decimal point and no unit, and is 0 or above 1.
+    """
+    if re.fullmatch(r"1|\d{0,18}\.\d{1,18}", text.strip()) is None:
+        return None
+    fraction = float(text)
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"{name} without a unit must be whole bytes or a fraction in (0, 1], got {text!r}"
+        )
+    return fraction
+
+
+def parse_byte_size_or_0(text: str, name: str) -> int:
+    """`parse_byte_size`, and `0` as well.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    return 0 if text.strip() == "0" else parse_byte_size(text, name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from legato.worker.engine import EngineStats
+from legato.worker.engine_stats import EngineStats
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.kv.block_pool import BlockPool, PoolCounters, PoolUsage
 from legato.worker.load import worker_load

@@ -176,7 +176,7 @@ def test_one_comes_back_into_other_blocks_in_order_and_its_slots_are_free_again(
     assert back.swap_ins[0].slots == out.slots
     assert second.lease is not None
     assert back.swap_ins[0].blocks == second.lease.blocks[:4]
-    assert (parts(back), back.joined) == ([second], [])
+    assert parts(back) == [second]
     assert bench.host_pool.usage().held == 0
     while second.state is not SequenceState.DONE:
         bench.step()
@@ -299,6 +299,31 @@ def test_batch_makes_room_for_an_interactive_one_that_waits_and_stays_out_meanwh
         decision = bench.step()
         assert (victims([decision]), decision.swap_ins) == ([], [])
     bench.ledger.admit(waiting)
+
+
+def test_who_made_room_comes_back_behind_the_one_that_it_was_made_for() -> None:
+    bench = Bench(6, num_slots=8)
+    batch = bench.join(7, 16, BATCH)
+    bench.steps(8)  # 15 rows: 4 blocks
+    waiting = Newcomer(rows=11, max_rows=12, max_tokens=2)
+    bench.scheduler.note_waiting([waiting])
+    assert victims([bench.step()]) == [batch]
+    assert bench.scheduler.schedule(bench.now) is None  # all is free, and not for it
+    [claim] = bench.ledger.admit(waiting)
+    bench.scheduler.note_waiting([])
+    assert bench.scheduler.schedule(bench.now) is None  # 4 are not there
+    bench.ledger.withdraw(claim)
+    assert [back.sequence for back in bench.step().swap_ins] == [batch]
+
+
+def test_who_made_room_comes_back_where_the_other_cannot_come_in_after_all() -> None:
+    bench = Bench(6, num_slots=8)
+    batch = bench.join(7, 16, BATCH)
+    bench.steps(8)
+    bench.scheduler.note_waiting([Newcomer(rows=19, max_rows=20, max_tokens=2)])
+    assert victims([bench.step()]) == [batch]
+    assert bench.pool.reserve(2)  # somebody else was quicker
+    assert [back.sequence for back in bench.step().swap_ins] == [batch]
 
 
 def test_batch_that_was_preempted_too_often_makes_no_room() -> None:

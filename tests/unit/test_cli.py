@@ -16,9 +16,12 @@ import pytest
 
 from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
-from legato.cluster.cli.operate import parse_targets, short_id
-from legato.cluster.cli.serve import parse_size
+from legato.cluster.cli.kv_capacity import kv_lines
+from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
+from legato.cluster.cli.operate import parse_targets
+from legato.cluster.cli.status_table import short_id
 from legato.cluster.cli.timing_table import timing_rows
+from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 from legato.cluster.owner import check_port, dial_address
 from legato.protos import (
@@ -96,7 +99,13 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
         ]
         pools[1].message = "" if self.ready else "0 of 1 ready; waiting for 1 GPU"
         worker = pools[1].workers.add(worker_id="decode-0123456789abcdef", role=DECODE)
-        worker.load.total_blocks, worker.load.free_blocks = 10, 7
+        load = worker.load
+        load.total_blocks, load.free_blocks, load.reserved_blocks = 1000, 600, 90
+        load.cached_blocks, load.held_blocks = 250, 310
+        load.running, load.waiting, load.swapped = 11, 12, 13
+        load.preemptions, load.preemptions_returned = 1400, 15
+        load.swap_held_blocks, load.swap_total_blocks = 16, 1700
+        load.prefix_blocks_asked, load.prefix_blocks_hit = 1800, 450
         return cluster_pb2.GetStatusResponse(
             model="m", ready=self.ready, pools=pools, owner_host="elsewhere", owner_pid=1
         )
@@ -334,13 +343,19 @@ def test_status_shows_pools_and_workers(
     text = capsys.readouterr().out
     assert "m: ready" in text
     assert "decode: 1 of 1 ready" in text
-    assert "3 of 10" in text
-    assert "decode-01234567 " in text
+    workers, blocks = [line for line in text.splitlines() if line.startswith("decode-01234567 ")]
+    assert workers.split()[-7:] == ["11", "12", "13", "1,400", "(15", "returned)", "0"]
+    # Free blocks are those that are neither cached nor held: 600 + 90 promised - 250.
+    columns = "440 250 310 1,000 90 16 of 1,700 25 % of 1,800"
+    assert " ".join(blocks.split()[1:]) == columns
+    assert "decode: 1 of 1 ready; prefix hits: 25 % of 1,800 blocks" in text
     service.ready = False
     assert run("status") == 3
     assert "waiting for 1 GPU" in capsys.readouterr().out
     assert run("status", "--json") == 3
-    assert json.loads(capsys.readouterr().out)["pools"][1]["workers"][0]["load"]
+    load = json.loads(capsys.readouterr().out)["pools"][1]["workers"][0]["load"]
+    assert (load["swapped"], load["preemptions_returned"]) == ("13", "15")
+    assert (load["swap_held_blocks"], load["prefix_blocks_hit"]) == ("16", "450")
 
 
 def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys: Captured) -> None:
@@ -384,6 +399,13 @@ def test_stop_waits_until_the_port_is_closed(
         (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
         (["--kv-memory", "lots"], "--kv-memory: must be a size such as"),
+        (["--kv-memory", "0"], "--kv-memory: must be at least 1 byte, got 0"),
+        (["--kv-memory", "1.5"], "--kv-memory: without a unit must be whole bytes or a fraction"),
+        (["--kv-memory", "0.0"], "in (0, 1], got '0.0'"),
+        (["--swap-memory", "some"], "--swap-memory: must be a size such as"),
+        (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
+        (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
+        (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
         (["--decode", "0"], "--decode"),
     ],
 )
@@ -433,6 +455,50 @@ def test_version_and_help(run: Runner, capsys: Captured) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+def test_a_number_without_a_unit_may_be_a_fraction() -> None:
+    assert [parse_fraction(text, "--x") for text in ("0.6", " .25", "1", "1.0")] == [
+        0.6,
+        0.25,
+        1.0,
+        1.0,
+    ]
+    assert [parse_fraction(text, "--x") for text in ("2", "0", "1GiB", "0.5GiB", "77", "")] == [
+        None
+    ] * 6
+    assert [parse_size_or_0(text, "--x") for text in ("0", "2K")] == [0, 2048]
+
+
+def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[ServiceConfig] = []
+
+    def note(config: ServiceConfig, _: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
+    assert run.bare("serve", "--model", "x") == 0
+    words = ["--admission", "reserve", "--admission-risk", "0.2", "--swap-memory", "0"]
+    assert run.bare("serve", "--model", "x", "--kv-memory", "0.6", *words) == 0
+    assert run.bare("serve", "--model", "x", "--kv-memory", "5000", "--swap-memory", "1K") == 0
+    plain, fraction, sized = (config.engine for config in configs)
+    assert plain == EngineOptions()
+    assert (fraction.kv_memory_fraction, fraction.swap_memory_bytes) == (0.6, 0)
+    assert (fraction.admission, fraction.admission_risk) == ("reserve", 0.2)
+    assert (sized.kv_memory_fraction, sized.kv_memory_bytes) == (None, 5000)
+    assert sized.swap_memory_bytes == 1024
+
+
+def test_a_service_says_what_its_kv_memory_holds() -> None:
+    model = generation_pb2.GetModelResponse(
+        prefill_kv_tokens=9000, decode_kv_tokens=8192, context_length=8192
+    )
+    assert kv_lines(model) == ["KV cache: 9,000 tokens a prefill worker, 8,192 a decode worker"]
+    model.decode_kv_tokens = 2048
+    _, warning = kv_lines(model)
+    assert "less than a context of 8,192 tokens: longer requests are refused" in warning
+    assert "--kv-memory 4 times as much, or --context-length 2048" in warning
 
 
 def test_dial_address() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from legato.bench.simulation.__main__ import main
+from legato.bench.simulation.invariants import Invariants
 from legato.bench.simulation.queue import WaitingQueue
 from legato.bench.simulation.worker import DecodeWorkerSimulation
 from legato.bench.simulation.workload import overload, random_workload
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from legato.bench.simulation.report import Report
+    from legato.bench.simulation.workload import Workload
     from legato.worker.scheduling.claim import Claim
     from legato.worker.scheduling.decision import Decision
     from legato.worker.sequence import Sequence
@@ -183,7 +186,12 @@ class ForgetsTheSwapped(DecodeWorkerSimulation):
 
 
 class NeverProtects(DecodeWorkerSimulation):
-    """The same one yields again and again."""
+    """The same one yields again and again: once should be enough here."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.ledger.rule = replace(self.ledger.rule, max_preemptions=1)
+        self._invariants = Invariants(self)
 
     class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
         def schedule(self, now: float) -> Decision | None:

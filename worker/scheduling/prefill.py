@@ -52,6 +52,16 @@ class PrefillScheduler:
         """Tokens of both that are still to compute."""
         return self._waiting_tokens
 
+    @property
+    def num_swapped(self) -> int:
+        """0: a started prompt keeps its blocks."""
+        return 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """0."""
+        return 0
+
     def add(self, sequence: Sequence) -> None:
         """Queues a prompt that the pool can hold (the caller has checked)."""
         assert blocks_for(len(sequence.token_ids), self._block_size) <= self._pool.total
@@ -69,11 +79,10 @@ class PrefillScheduler:
         self._waiting_tokens -= _remaining(sequence)
         sequence.move_to(SequenceState.DONE)
 
-    def schedule(self) -> Step | None:
+    def schedule(self, now: float) -> Step | None:
         """Started prompts first, then as many waiting ones as budget and blocks allow."""
         budget = self._chunk_tokens
         parts: list[StepPart] = []
-        joined: list[Sequence] = []
         for sequence in self._running:
             if budget == 0:
                 break
@@ -89,11 +98,10 @@ class PrefillScheduler:
             sequence.lease = lease
             sequence.move_to(SequenceState.RUNNING)
             self._running.append(sequence)
-            joined.append(sequence)
             count = min(budget, _remaining(sequence))
             parts.append(StepPart(sequence, count))
             budget -= count
-        return Step(parts, joined) if parts else None
+        return Step(parts) if parts else None
 
     def commit(self, step: Step) -> None:
         """Moves each prompt on; one whose last token was computed leaves, keeping its blocks."""
@@ -105,6 +113,9 @@ class PrefillScheduler:
             if _remaining(sequence) == 0:
                 self._running.remove(sequence)
                 sequence.move_to(SequenceState.DONE)
+
+    def settle(self, step: Step) -> None:
+        """Nothing: what a step has computed is read by later ones only."""
 
     def _lease(self, sequence: Sequence) -> BlockLease | None:
         """All its blocks, where there is room; what is cached of them counts as computed."""
