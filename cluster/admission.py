@@ -175,9 +175,11 @@ class Admission:
                 if overdue and entry.asking is not None:
                     _close_kept(entry, decodes)
                 continue
+            passes = smallest_blocked is None or may_pass(smallest_blocked, demand)
+            if not passes and not overdue:
+                continue
             prefill = pick_prefill(demand, prefills.values())
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
-            passes = smallest_blocked is None or may_pass(smallest_blocked, demand)
             fits = prefill is not None and (decode is not None or not demand.decode_tokens)
             if prefill is not None and fits and passes:
                 self._start(entry, prefill, decode, now)
@@ -193,7 +195,7 @@ class Admission:
                     self._keep_free(entry, "prefill", prefills)
                 if demand.decode_tokens and (decode is None or fits):
                     self._keep_free(entry, "decode", decodes)
-            elif passes:
+            else:
                 smallest_blocked = _smaller(smallest_blocked, demand)
 
     def _snapshot(self, view: WorkerView) -> WorkerSnapshot:

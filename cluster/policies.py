@@ -83,6 +83,14 @@ class WorkerSnapshot:
             )
         )
 
+    def least_of(self, demands: Iterable[Demand]) -> list[Demand]:
+        """Those whose refusal is not implied by another's."""
+        least: list[Demand] = []
+        for demand in demands:
+            if not self._asks_no_less(demand, least):
+                least = [d for d in least if not self._asks_no_less(d, (demand,))] + [demand]
+        return least
+
     def _asks_no_less(self, demand: Demand, others: Iterable[Demand]) -> bool:
         """Whether a refusal of one of the others is one of this demand too."""
         return any(

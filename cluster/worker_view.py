@@ -105,7 +105,7 @@ class WorkerView:
         self.used_blocks = 0
         self.backlog_tokens = 0
         self.full = False
-        self._refused: dict[Demand, None] = {}
+        self._refused: list[Demand] = []
         self._doubtful: dict[Demand, float] = {}  # until when
         self.calls: set[grpc.aio.Call] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
@@ -152,7 +152,7 @@ class WorkerView:
 
     def note_refusal(self, demand: Demand) -> None:
         """The worker had no room for `demand`."""
-        self._refused[demand] = None
+        self._refused = self.snapshot().least_of((*self._refused, demand))
 
     def accept_report(self, report: worker_pb2.WorkerReport, now: float) -> bool:
         """Takes a load report; True where the state or the phase changed by it."""
@@ -160,9 +160,11 @@ class WorkerView:
         self.phase, self.load = report.phase, report.load
         self.last_report_at = now
         self.full = False
-        self._doubtful.update(dict.fromkeys(self._refused, now + DOUBT_S))
-        self._doubtful = {d: until for d, until in self._doubtful.items() if now < until}
-        self._refused.clear()
+        if self._refused or self._doubtful:
+            doubts = self._doubtful | dict.fromkeys(self._refused, now + DOUBT_S)
+            least = self.snapshot().least_of(d for d, until in doubts.items() if now < until)
+            self._doubtful = {demand: doubts[demand] for demand in least}
+            self._refused.clear()
         if self.state is not ViewState.CLOSED:
             self.state = ViewState.READY
         return before != (self.state, self.phase)

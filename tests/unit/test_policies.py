@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,6 +155,15 @@ REFUSED = Demand(prefill_tokens=160, decode_tokens=800)
 )
 def test_a_refusal_answers_those_that_ask_for_no_less(demand: Demand, asked: bool) -> None:
     assert worker("a", refused=(REFUSED,)).can_hold_now(demand) is asked
+
+
+def test_of_refusals_only_the_least_are_kept() -> None:
+    more, less = Demand(176, 900), Demand(100, 100)
+    other, batch = Demand(16, 1600), Demand(16, 16, batch=True)
+    same = Demand(161, 799)  # in blocks
+    for order in itertools.permutations((REFUSED, more, less, other, batch)):
+        assert set(worker("a").least_of(order)) == {less, other, batch}
+    assert worker("a").least_of((REFUSED, same)) == [REFUSED]
 
 
 def test_what_was_refused_of_late_asks_one_by_one() -> None:
