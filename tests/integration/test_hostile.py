@@ -84,7 +84,7 @@ async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes
 async def test_malformed_requests_to_a_worker_are_the_callers_fault(
     method: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_worker("decode") as worker:
+    async with running_worker("decode", num_blocks=128) as worker:
         call = worker.channel.stream_stream(f"/legato.v1.{method}")(timeout=5)
         await call.write(data)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -93,10 +93,11 @@ async def test_malformed_requests_to_a_worker_are_the_callers_fault(
     assert caplog.records == []  # no stack trace for each
 
 
+@pytest.mark.parametrize("started", [False, True])
 async def test_a_malformed_message_within_a_stream_frees_what_the_call_held(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, started: bool
 ) -> None:
-    async with running_worker("decode") as worker:
+    async with running_worker("decode", num_blocks=128) as worker:
         call = worker.channel.stream_stream("/legato.v1.DecodeWorker/Decode")(timeout=5)
         key = worker_pb2.AttemptKey(request_id="r", attempt=1)
         reserve = worker_pb2.Reserve(
@@ -105,6 +106,9 @@ async def test_a_malformed_message_within_a_stream_frees_what_the_call_held(
         await call.write(worker_pb2.DecodeCommand(reserve=reserve).SerializeToString())
         assert worker_pb2.DecodeEvent.FromString(await call.read()).HasField("ticket")
         assert worker.load().reserved_blocks > 0
+        if started:
+            start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=7)])
+            await call.write(worker_pb2.DecodeCommand(start=start).SerializeToString())
         await call.write(b"\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await worker.until_idle()

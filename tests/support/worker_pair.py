@@ -197,6 +197,7 @@ class Attempt:
         self.num_joined = 0
         self.answers: dict[int, list[int]] = {}  # tokens of each of several
         self.preempted: dict[int, int] = {}  # those of them that were, how often
+        self.open: set[int] = set()  # those of them that have not ended
 
     async def reserve(self) -> worker_pb2.KvTicket:
         """Waits for room like a router: asks again after RESOURCE_EXHAUSTED."""
@@ -270,6 +271,7 @@ class Attempt:
     async def start_decode(self, answers: dict[int, int] | None = None) -> None:
         """`answers`: number and first token of those that go on; None: the only one does."""
         going_on = {0: self.tokens[-1]} if answers is None else answers
+        self.open = set(going_on)
         await self.command(
             start=worker_pb2.Start(
                 answers=[
@@ -281,6 +283,14 @@ class Attempt:
 
     async def stop(self, answer: int) -> None:
         await self.command(stop=worker_pb2.Stop(answer=answer))
+        await self._note_end(answer)
+
+    async def _note_end(self, answer: int) -> None:
+        """As the router, it ends its side when it has all that it wants."""
+        self.open.discard(answer)
+        if not self.open:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self.decode_call.done_writing()
 
     async def command(self, **fields: Any) -> None:  # noqa: ANN401  # the message's own
         await self.decode_call.write(worker_pb2.DecodeCommand(**fields))
@@ -319,6 +329,7 @@ class Attempt:
                     assert not joined
                     joined = True
                 case "preempted":
+                    assert joined
                     assert event.preempted.num_preemptions > self.num_preemptions
                     self.num_preemptions = event.preempted.num_preemptions
                     assert await self.decode_call.read() == grpc.aio.EOF
@@ -352,8 +363,12 @@ class Attempt:
                 for token in event.tokens.tokens:
                     assert token.index == len(answer), "an index is skipped or doubled"
                     answer.append(token.token_id)
+                if event.tokens.finished:
+                    await self._note_end(event.tokens.answer)
             case "preempted":
+                assert self.num_joined == 1, "so says the protocol"
                 self.preempted[event.preempted.answer] = event.preempted.num_preemptions
+                await self._note_end(event.preempted.answer)
         return event
 
     async def begin(self) -> list[int]:

@@ -23,6 +23,7 @@ from legato.worker.mailbox import (
 from legato.worker.sampler import Sampled
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.sequence import FinishReason, Sequence
+from legato.worker.services import decode_call
 from legato.worker.services.decode_call import DecodeCall
 from legato.worker.services.errors import CallError
 
@@ -166,6 +167,7 @@ async def test_events_come_in_order_and_the_last_end_is_the_calls() -> None:
         assert not scene.run.done()
         assert len(scene.engine.there) == 1, "an ended answer gives its blocks back at once"
         scene.tell(0, token(2), token(3, FinishReason.LENGTH))
+        scene.router.commands.put_nowait(None)
         await scene.run
         last = scene.router.told[-1].tokens
         assert (last.answer, [t.index for t in last.tokens], last.finished) == (0, [2, 3], True)
@@ -212,7 +214,8 @@ async def test_a_finished_answer_does_not_wait_for_a_slow_reader_to_be_freed() -
 async def test_all_tokens_are_told_before_the_preemption() -> None:
     async with calling(2) as scene:
         scene.tell(1, JoinedEvent(), token(1), PreemptedEvent(2))
-        scene.tell(0, PreemptedEvent(1))  # perhaps it was never in the batch
+        scene.tell(0, PreemptedEvent(1))
+        scene.router.commands.put_nowait(None)
         await scene.run
         assert sorted(map(str, scene.router.kinds())) == [
             "joined",
@@ -247,6 +250,7 @@ async def test_stop_frees_at_once_and_says_no_more_of_it() -> None:
         await scene.calm()
         assert [e.tokens.answer for e in scene.router.told[1:]] == [0, 1]
         scene.router.stop(1)
+        scene.router.commands.put_nowait(None)
         await scene.run
 
 
@@ -262,6 +266,7 @@ async def test_the_last_stop_waits_for_what_is_being_written() -> None:
         assert not scene.engine.there
         assert not scene.run.done()
         scene.router.reads.set()
+        scene.router.commands.put_nowait(None)
         await scene.run
         assert len(scene.router.told) == 1  # the other had its turn to come
 
@@ -280,6 +285,7 @@ async def test_stop_before_the_kv_lands() -> None:
         assert len(scene.engine.there) == 1
         scene.room.check()
         scene.tell(0, JoinedEvent(), token(1, FinishReason.STOP))
+        scene.router.commands.put_nowait(None)
         await scene.run
         assert scene.router.told[-1].tokens.answer == 1
 
@@ -324,3 +330,36 @@ async def test_a_router_that_closes_its_side_still_gets_its_answers() -> None:
         scene.tell(0, JoinedEvent(), token(1, FinishReason.LENGTH))
         await scene.run
         assert scene.router.kinds() == ["joined", "tokens"]
+
+
+async def test_a_stop_that_meets_the_end_of_the_last_answer_is_taken() -> None:
+    async with calling(2) as scene:
+        for which in range(2):
+            scene.tell(which, JoinedEvent(), token(1, FinishReason.STOP))
+        await scene.calm()
+        assert not scene.engine.there
+        assert scene.room.pool.usage().available == 40, "nothing is held meanwhile"
+        assert not scene.run.done()
+        scene.router.stop(1)
+        await scene.calm()
+        assert not scene.run.done()
+        scene.router.commands.put_nowait(None)
+        await scene.run
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+async def test_a_router_that_says_nothing_is_not_waited_for(
+    num_answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_call, "LAST_STOP_S", 0.01 if num_answers == 2 else WAIT_S * 2)
+    async with calling(num_answers) as scene:
+        for which in range(num_answers):
+            scene.tell(which, JoinedEvent(), token(1, FinishReason.STOP))
+        await scene.run
+
+
+async def test_one_that_leaves_before_it_joined_has_joined_for_the_router() -> None:
+    async with calling(1) as scene:
+        scene.tell(0, PreemptedEvent(1))
+        await scene.run
+        assert scene.router.kinds() == ["joined", "preempted"]

@@ -192,6 +192,8 @@ class TicketBook:
             ticket.num_reused_tokens = ticket.num_found_blocks * self._block_size
             assert ticket.num_reused_tokens <= ticket.num_handoff_tokens, "found more than asked"
             ticket.lease = BlockLease(self._pool, blocks)
+            if ticket.num_found_blocks:  # of the blocks that were promised, some are not needed
+                self._on_change()
         return ticket.lease
 
     def break_landing(self, ticket: Ticket) -> None:

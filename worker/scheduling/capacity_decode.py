@@ -249,9 +249,9 @@ class CapacityScheduler:
         ahead = [w for w in self._live.wanted if w.priority > claim.priority]
         # When nothing else is here, the expectation does not matter: it may grow to the end. But
         # one that is about to come in, for which it may just have made room, goes first.
-        if self._live.running or self._live.waiting or self._about_to_enter(ahead):
-            if not self._ledger.may_return(claim, count, len(hand), ahead):
-                return False
+        others = self._live.running or self._live.waiting or self._about_to_enter(ahead)
+        if others and not self._ledger.may_return(claim, count, len(hand), ahead):
+            return False
         taken = self._pool.allocate(max(0, count - len(hand)))
         if taken is None:
             return False

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
     Write = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
 
+# A call of several answers stays open so long for a `Stop` that is on its way when the last one
+# ends: who writes to a call that is over, gRPC keeps from reading what came before its end. The
+# router ends the call as soon as it has read that, so the time is hardly ever used up.
+LAST_STOP_S = 1.0
+
 
 @dataclass(eq=False)
 class _Stream:
@@ -76,7 +81,7 @@ class DecodeCall:
         Raises:
             CallError, EngineDiedError: of the first answer that failed, or of a wrong command.
         """
-        self._spawn(self._listen(commands))
+        listener = self._spawn(self._listen(commands))
         try:
             await self._ticket.settled.wait()
             if not self._over.is_set():
@@ -85,6 +90,8 @@ class DecodeCall:
             async with self._turn:  # what is being written goes before the status
                 if self._failure is not None:
                     raise self._failure
+            if self._num_answers > 1:
+                await asyncio.wait({listener}, timeout=LAST_STOP_S)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -167,7 +174,8 @@ class DecodeCall:
         self, answer: int, events: SequenceOf[EngineEvent]
     ) -> list[worker_pb2.DecodeEvent]:
         messages = []
-        if not self._joined and isinstance(events[0], JoinedEvent):
+        # Before all else, as the protocol says: also where one leaves that was in no batch yet.
+        if not self._joined and isinstance(events[0], JoinedEvent | PreemptedEvent):
             self._joined = True
             messages.append(worker_pb2.DecodeEvent(joined=worker_pb2.Joined()))
         if tokens := [event for event in events if isinstance(event, TokenEvent)]:
@@ -190,8 +198,10 @@ class DecodeCall:
         self._over.set()
         self._tickets.close(self._ticket)  # where the KV has not landed, nobody waits for it now
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(self._reporting(work)))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._reporting(work))
+        self._tasks.append(task)
+        return task
 
     async def _reporting(self, work: Coroutine[Any, Any, None]) -> None:
         try:
