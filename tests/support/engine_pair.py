@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
+HASHER = PrefixHasher("tiny", BLOCK_SIZE, kv_kind="fp32")
 
 
 @dataclass
@@ -104,6 +105,8 @@ class EnginePair:
         self.num_found = 0  # blocks that the decode pool had already
         self.num_answers = 0
         self.ended: list[Answer] = []  # on the decode engine, in order
+        self._read: list[Mailbox] = []  # to the last event
+        self.release_delay_s = 0.0
 
         def engine(
             scheduler: PrefillScheduler | CapacityScheduler,
@@ -167,6 +170,7 @@ class EnginePair:
         assert len(self.ledger) == 0
         for pool in pools:
             pool.check_integrity()
+        assert not any(mailbox._events for mailbox in self._read), "told something after the end"
         stats = self.decode.stats()
         assert (stats.running, stats.waiting, stats.num_swapped) == (0, 0, 0)
 
@@ -211,7 +215,7 @@ class EnginePair:
     def _land(
         self, prompt: Sequence, tokens: list[int], answers: list[Answer], claims: list[Claim]
     ) -> list[tuple[Answer, Sequence, Mailbox]]:
-        hasher = PrefixHasher("tiny", BLOCK_SIZE, kv_kind="fp32") if self.prefix_cache else None
+        hasher = HASHER if self.prefix_cache else None
         hashes = hasher.block_hashes(tokens) if hasher is not None else []
         blocks, num_found = self.ledger.bind(claims[0], hashes)
         self.num_found += num_found
@@ -273,7 +277,10 @@ class EnginePair:
                     returned = True
                 else:
                     answer.num_joined += 1
+        if self.release_delay_s:
+            await asyncio.sleep(self.release_delay_s)
         self.decode.release(sequence, mailbox)
+        self._read.append(mailbox)
         if not returned:
             self.ended.append(answer)
         else:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
-from engine_pair import BLOCK_SIZE, Answer, EnginePair, running_engines
+from engine_pair import BLOCK_SIZE, HASHER, Answer, EnginePair, running_engines
 from model_checks import build
 from tiny_models import VOCAB_SIZE, make_llama
 
 from legato.worker import engine as engine_module
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.mover import KvMover
-from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.mailbox import TokenEvent
 from legato.worker.priority import Priority
 from legato.worker.sampling_params import SamplingParams
@@ -155,6 +154,10 @@ async def test_answers_to_one_prompt_are_those_of_their_seeds(
     async with running_engines(model, overlap=overlap, prefix_cache=prefix_cache) as pair:
         answers = await pair.ask(prompt, params, num_answers=4)
         assert len({tuple(answer.token_ids) for answer in answers}) == 4
+        for answer in answers:
+            hashes = HASHER.block_hashes(prompt + answer.token_ids[:-1])
+            found = pair.pool.count_cached_prefix(hashes)
+            assert found == (len(hashes) if prefix_cache else 0)
         for answer, seed in zip(answers, seeds, strict=True):
             [own] = await pair.ask(prompt, replace(params, seed=seed))
             assert answer.sampled == own.sampled
@@ -248,6 +251,7 @@ async def test_the_last_token_of_one_that_had_to_leave_may_have_been_its_end(
             risk=0.9,
             start_decode=False,
         ) as pair:
+            pair.release_delay_s = 0.01  # time enough to be told something after the end
             first, second = await pair.ask_together([(prompts[0], params), (prompts[1], stopping)])
             assert first.sampled == alone[0]
             assert second.token_ids == right[: place + 1]
@@ -419,8 +423,6 @@ async def test_what_a_swapped_one_wrote_before_is_registered_again(model: Model)
         _, second = await pair.ask_together([(prompt, params) for prompt in prompts])
         await pair.check_all_is_back()
         assert second.num_swaps > 0
-        hashes = PrefixHasher("tiny", BLOCK_SIZE, kv_kind="fp32").block_hashes(
-            second.prompt + second.token_ids
-        )
+        hashes = HASHER.block_hashes(second.prompt + second.token_ids)
         # It was the last to end, so none of its blocks was evicted; the last token has no row.
         assert pair.pool.count_cached_prefix(hashes) == (8 + 24 - 1) // BLOCK_SIZE
