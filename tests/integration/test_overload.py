@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 NUM_REQUESTS = 64
 CONTEXT = 512
-# Of the tiny model: 2 (K and V) of 2 layers, 2 heads, 16 numbers of 4 bytes.
-BLOCK_BYTES = BLOCK_SIZE * 2 * 2 * 2 * 16 * 4
+# Of the tiny model: K and V of 3 layers, 2 heads, 16 numbers of 4 bytes.
+BLOCK_BYTES = BLOCK_SIZE * 2 * 3 * 2 * 16 * 4
 
 SETTINGS: list[dict[str, object]] = [
     {"temperature": 0.0},
