@@ -14,6 +14,7 @@ from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.policies import (
     Demand,
     WorkerSnapshot,
+    counts_as_batch,
     may_pass,
     pick_decode,
     pick_prefill,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 class Placement:
     """The workers of one attempt, with the attempt's share of each."""
 
+    demand: Demand  # as it stood then: a batch request that had waited long is none any more
     prefill: WorkerView
     prefill_share: PrefillShare
     decode: WorkerView | None
@@ -204,6 +206,10 @@ class Admission:
 
     def _in_order(self, now: float) -> list[Entry]:
         """Those that wait, and those that may be sent back to wait."""
+        for entry in self._waiting:
+            waited_s = now - entry.arrived_at
+            batch = counts_as_batch(batch=entry.demand.batch, waited_s=waited_s)
+            entry.demand = replace(entry.demand, batch=batch)
         return sorted(
             (*self._waiting, *self._asking),
             key=lambda e: queue_rank(
@@ -226,6 +232,7 @@ class Admission:
             self._asking.append(entry)
         entry.placed.set_result(
             Placement(
+                demand=entry.demand,
                 prefill=prefill_view,
                 prefill_share=PrefillShare(prefill_view, entry.demand),
                 decode=decode_view,

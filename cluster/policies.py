@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 # it busy, and what waits longer waits in the router's queue, where it can still be dropped,
 # reordered or sent elsewhere.
 PREFILL_BACKLOG_TOKENS = 4096
-# A batch request that has waited this long takes its place by arrival among the interactive ones,
-# so that a steady stream of those cannot keep it out for ever.
+# A batch request that has waited this long counts as interactive from then on, here and on the
+# workers, so that a steady stream of those cannot keep it out for ever.
 BATCH_AGEING_S = 10.0
 
 
@@ -169,10 +169,11 @@ def may_pass(blocked: Demand, candidate: Demand) -> bool:
     return all(own <= other for own, other in needs) and any(own < other for own, other in needs)
 
 
-def queue_rank(*, batch: bool, waited_s: float, arrival: int) -> tuple[int, int]:
-    """The order of the queue: interactive before batch, first come first served within each.
+def counts_as_batch(*, batch: bool, waited_s: float) -> bool:
+    """Whether it still stands behind the interactive ones."""
+    return batch and waited_s < BATCH_AGEING_S
 
-    A batch request that has waited BATCH_AGEING_S counts as interactive.
-    """
-    behind = batch and waited_s < BATCH_AGEING_S
-    return (int(behind), arrival)
+
+def queue_rank(*, batch: bool, waited_s: float, arrival: int) -> tuple[int, int]:
+    """The order of the queue: interactive before batch, first come first served within each."""
+    return (int(counts_as_batch(batch=batch, waited_s=waited_s)), arrival)

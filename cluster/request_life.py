@@ -142,7 +142,7 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
                 if view is not None:
                     view.failed_requests.clear()
         except AttemptEndedError as error:
-            life.note_end(error, demand, tuple(group.values()))
+            life.note_end(error, placement.demand, tuple(group.values()))
         answers = tuple(group.values())
         if len(answers) > 1 and first.answer.token_ids:  # only the prompt is common to them
             for answer in answers:
@@ -169,7 +169,7 @@ async def attempt(life: RequestLife, group: Group, placement: Placement) -> None
             enter(group.values(), Phase.TICKET)
             decode = DecodeCall(placement.decode, life.seconds_left())
             held.callback(decode.close)
-            ticket = await decode.reserve(_reserve(life.spec, group, request))
+            ticket = await decode.reserve(_reserve(placement.demand, group, request))
             placement.granted()
             request.ticket.CopyFrom(ticket)
             request.decode_address = placement.decode.endpoint.address
@@ -311,7 +311,7 @@ def _prefill_request(life: RequestLife, group: Group) -> worker_pb2.PrefillReque
 
 
 def _reserve(
-    spec: RequestSpec, group: Group, request: worker_pb2.PrefillRequest
+    demand: Demand, group: Group, request: worker_pb2.PrefillRequest
 ) -> worker_pb2.Reserve:
     return worker_pb2.Reserve(
         key=request.key,
@@ -320,9 +320,7 @@ def _reserve(
         sampling=request.sampling,
         eos_token_ids=request.eos_token_ids,
         cache_salt=request.cache_salt,
-        priority=common_pb2.PRIORITY_BATCH
-        if spec.batch_priority
-        else common_pb2.PRIORITY_INTERACTIVE,
+        priority=common_pb2.PRIORITY_BATCH if demand.batch else common_pb2.PRIORITY_INTERACTIVE,
         arrival=group[0].entry.arrival,
         num_preemptions=group[0].num_preemptions,
         num_answers=len(group),

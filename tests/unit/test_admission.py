@@ -207,6 +207,12 @@ async def test_interactive_before_batch_and_batch_ages() -> None:
     await scene.arrive("chat-2", 100)
     await scene.end("chat-1")
     assert scene.started == ["running", "chat-1", "batch"]
+    assert not scene.placements["batch"].demand.batch  # nor does it yield on the worker any more
+    await scene.end("batch")
+    assert scene.started[-1] == "chat-2"
+    await scene.arrive("batch-2", 100, batch=True)
+    await scene.end("chat-2")
+    assert scene.placements["batch-2"].demand.batch
 
 
 async def test_the_queue_is_bounded_in_requests_with_a_hint() -> None:
