@@ -353,6 +353,26 @@ def test_replace_changes_nothing_where_no_block_is_available() -> None:
         pool.replace(1)
 
 
+def test_an_unregistered_block_is_found_no_more_and_is_free_with_its_last_holder() -> None:
+    pool = BlockPool(4)
+    cache(pool, A, B)
+    found = pool.acquire([A, B], 3)
+    assert found is not None
+    blocks, _ = found
+    pool.share(blocks[:1])
+    with pytest.raises(ValueError, match="are not held and cannot be unregistered"):
+        pool.unregister([*blocks, 3])
+    assert pool.count_cached_prefix([A, B]) == 2
+    for _ in range(2):
+        pool.unregister(blocks)
+        assert pool.count_cached_prefix([A, B]) == 0
+    pool.free(blocks)
+    assert counts(pool) == (3, 0, 1, 0)
+    pool.free(blocks[:1])
+    assert counts(pool) == (4, 0, 0, 0)
+    assert len(cache(pool, A, B)) == 2
+
+
 def test_forgetting_frees_the_cached_and_leaves_the_held() -> None:
     pool = BlockPool(6)
     a, _, _ = cache(pool, A, B, C)

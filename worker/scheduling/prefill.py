@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.scheduling.step import Step, StepPart
-from legato.worker.sequence import SequenceState
+from legato.worker.sequence import FinishReason, SequenceState
 
 if TYPE_CHECKING:
     from legato.worker.kv.block_pool import BlockPool
@@ -24,7 +24,8 @@ class PrefillScheduler:
     that does not fit holds back those behind it: letting them pass would starve it.
 
     Full blocks that another prompt with the same beginning left behind are shared, not computed
-    again; those that this one fills can be found by the next.
+    again; those that this one fills can be found by the next. A prompt without usable logits takes
+    all its blocks out of the cache: NaN may be in them, even before the token that brought it.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, chunk_tokens: int) -> None:
@@ -69,7 +70,9 @@ class PrefillScheduler:
         self._waiting_tokens += _remaining(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Drops a prompt, queued or between two of its chunks."""
+        """Drops a prompt: queued, between two of its chunks, or computed and broken."""
+        if sequence.finish_reason is FinishReason.BROKEN and sequence.lease is not None:
+            self._pool.unregister(sequence.lease.blocks)
         if sequence.state is SequenceState.DONE:
             return
         if sequence.state is SequenceState.WAITING:
