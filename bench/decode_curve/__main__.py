@@ -41,6 +41,7 @@ from legato.worker.config import WorkerConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from legato.bench.decode_curve.batch_sizes import Turn
     from legato.bench.decode_curve.trace import Request
 
 
@@ -102,9 +103,13 @@ def _measure(args: argparse.Namespace) -> None:
     _print_line("setting", asdict(setting) | {"bend": asdict(bend)})
 
     started_s = time.monotonic()
-    turns, points = sizes.measure(engine, args.threads, _say)
-    for turn in turns:
+
+    def note(number: int, turn: Turn) -> None:
         _print_line("turn", asdict(turn))
+        rate = f"{turn.offered} requests, {turn.tokens_per_s:.0f} tokens/s"
+        _say(f"curve, round {number + 1} of {sizes.num_rounds}: {rate}")
+
+    points = sizes.measure(engine, args.threads, note)
     for point in points:
         _print_line("point", asdict(point))
     rows, answers = overload.measure(engine, requests, _say)

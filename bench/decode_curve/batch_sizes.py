@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from legato.bench.decode_curve.trace import alike
 from legato.bench.limits import measure_limits
 from legato.worker.kv.block_pool import blocks_for
-from legato.worker.scheduling.claim import AdmissionRule
+from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from legato.bench.decode_curve.capacity_run import RunRecord
     from legato.bench.limits import Limits
 
+# Everybody's room is promised to the end. `expected` would let in a few more while those before them
+# are about to end, and the batch would not be what arithmetic says.
+_RULE = AdmissionRule(AdmissionMode.RESERVE)
 _WARM_UP_STEPS = 2  # enough to compile the step of each batch size
 
 
@@ -134,9 +137,15 @@ class BatchSizes:
         return bend
 
     def measure(
-        self, engine: CapacityEngine, num_threads: int, say: Callable[[str], None]
-    ) -> tuple[list[Turn], list[Point]]:
-        """Round after round over all sizes, so that a slow minute of the machine hits them all."""
+        self,
+        engine: CapacityEngine,
+        num_threads: int,
+        on_turn: Callable[[int, Turn], None],
+    ) -> list[Point]:
+        """Round after round over all sizes, so that a slow minute of the machine hits them all.
+
+        `on_turn`: called with the number of the round.
+        """
         bend = self.bend(engine)
         sizes = batch_sizes(bend)
         for size in sizes:
@@ -147,19 +156,15 @@ class BatchSizes:
                 record = self._run(engine, size, self.num_steps)
                 limits = measure_limits(num_threads, engine.device, num_tries=3)
                 turns.append(_turn(engine, size, record, limits))
-                say(
-                    f"curve, round {number + 1} of {self.num_rounds}: {size} requests, "
-                    f"{turns[-1].tokens_per_s:.0f} tokens/s"
-                )
-        points = [Point.of([t for t in turns if t.offered == size], bend) for size in sizes]
-        return turns, points
+                on_turn(number, turns[-1])
+        return [Point.of([t for t in turns if t.offered == size], bend) for size in sizes]
 
     def _run(self, engine: CapacityEngine, size: int, num_steps: int) -> RunRecord:
         generations = 2 + num_steps // max(1, self.max_tokens - 1)
         requests = alike(
             size * generations, self.prompt_tokens, self.max_tokens, engine.model.config.vocab_size
         )
-        return engine.run(requests, AdmissionRule(), num_at_once=size, num_steps=num_steps)
+        return engine.run(requests, _RULE, num_at_once=size, num_steps=num_steps)
 
 
 def _turn(engine: CapacityEngine, size: int, record: RunRecord, limits: Limits) -> Turn:

@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 
 class CapacityEngine:
-    """Runs traces one after the other, each with an empty pool at its start.
+    """Runs traces one after the other, each with an empty pool at its start."""
 
-    The host's memory has a slot for every block of the pool.
-    """
-
-    def __init__(self, config: WorkerConfig) -> None:
-        """Loads the model and allocates the pool.
+    def __init__(self, config: WorkerConfig, num_slots: int | None = None) -> None:
+        """Loads the model and allocates the pool. `num_slots`: blocks that the host's memory has
+        room for; None: as many as the pool has.
 
         Raises:
             ValueError: it, or its fit with the config, is wrong.
@@ -45,7 +43,8 @@ class CapacityEngine:
         quantized = "+" in loaded.weights and self.device.type == "cpu"
         self.product_dtype = "int8" if quantized else str(self.dtype).removeprefix("torch.")
         self.cache = KvCache(shape, shape.num_blocks(config.kv_memory_bytes), loaded.device)
-        self.mover = KvMover(self.cache, self.cache.num_blocks)
+        self.num_slots = self.cache.num_blocks if num_slots is None else num_slots
+        self.mover = KvMover(self.cache, self.num_slots)
         self.runner = ModelRunner(
             loaded.model, self.cache, loaded.device, config.max_batch_size
         )

@@ -88,7 +88,7 @@ class CapacityRun:
         self._on_step = on_step
         self._block_size = engine.cache.shape.block_size
         self._pool = BlockPool(engine.cache.num_blocks)
-        self._host_pool = BlockPool(engine.cache.num_blocks)
+        self._host_pool = BlockPool(engine.num_slots) if engine.num_slots else None
         self._ledger = CapacityLedger(self._pool, self._block_size, rule)
         self._scheduler = CapacityScheduler(
             self._pool, self._ledger, engine.max_batch_size, self._host_pool
@@ -124,9 +124,8 @@ class CapacityRun:
             else:
                 assert self._looks, "requests wait, and nothing can run"
         self._pool.check_integrity()
-        self._host_pool.check_integrity()
         assert self._pool.usage().available == self._pool.total, "blocks are left over"
-        assert self._host_pool.usage().held == 0, "slots are left over"
+        assert self._host_pool is None or self._host_pool.usage().held == 0, "slots are left over"
         return RunRecord(
             answers=self._answers,
             steps=self._steps,

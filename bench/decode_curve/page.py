@@ -127,8 +127,8 @@ Prompts of {sizes.prompt_tokens} tokens, answers of {sizes.max_tokens}, so {bend
 rows of KV a sequence at its end: {bend.sequence_blocks} blocks.
 By arithmetic {bend.pool_blocks} // {bend.sequence_blocks} = **{bend.batch_size} sequences fit**, \
 and beyond so many requests the rest waits: the batch and the
-tokens/s stay what they are. As many requests are under way or waiting all the time; prefill is not
-timed. Medians of {points[0].rounds} interleaved rounds of {sizes.num_steps} steps.
+tokens/s stay what they are. As many requests are under way or waiting all the time, admitted by
+`reserve`: all are of one length, and there is nothing to guess. Prefill is not timed. Medians of {points[0].rounds} interleaved rounds of {sizes.num_steps} steps.
 
 {curve_table(points)}
 
