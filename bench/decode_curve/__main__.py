@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", help="as of legato serve")
     parser.add_argument("--weights", default="auto", help="as of legato serve")
     parser.add_argument("--kv-cache", default="auto", help="as of legato serve")
-    parser.add_argument("--kv-memory", default="64MiB", help="small, so that it is full soon")
+    parser.add_argument("--kv-memory", default="96MiB", help="small, so that it is full soon")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="of the curve")

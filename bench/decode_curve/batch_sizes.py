@@ -1,4 +1,4 @@
-"""BatchSizes: decode tokens/s against the number of requests, until the KV pool is full and beyond."""
+"""BatchSizes: decode tokens/s against the requests offered, until the KV pool is full and beyond."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from legato.bench.decode_curve.capacity_run import RunRecord
     from legato.bench.limits import Limits
 
-# Everybody's room is promised to the end. `expected` would let in a few more while those before them
-# are about to end, and the batch would not be what arithmetic says.
+# Everybody's room is promised to the end. `expected` would let in a few more while those before
+# them are about to end, and the batch would not be what arithmetic says.
 _RULE = AdmissionRule(AdmissionMode.RESERVE)
 _WARM_UP_STEPS = 2  # enough to compile the step of each batch size
 
@@ -99,9 +99,9 @@ class Point:
 
 
 def batch_sizes(bend: Bend) -> list[int]:
-    """Powers of two, the bend itself, and beyond it what does not fit."""
+    """Powers of two, none just below the bend; the bend itself; and beyond it what does not fit."""
     sizes, size = [], 1
-    while size < bend.batch_size:
+    while size <= bend.batch_size * 4 // 5:
         sizes.append(size)
         size *= 2
     return [*sizes, bend.batch_size, *(-(-bend.batch_size * n // 2) for n in (3, 4))]

@@ -1,4 +1,4 @@
-"""CapacityEngine: one model and a decode pool on one thread, under the product's admission rules."""
+"""CapacityEngine: one model and a decode pool on one thread, with the product's admission rules."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ class CapacityEngine:
         self.cache = KvCache(shape, shape.num_blocks(config.kv_memory_bytes), loaded.device)
         self.num_slots = self.cache.num_blocks if num_slots is None else num_slots
         self.mover = KvMover(self.cache, self.num_slots)
-        self.runner = ModelRunner(
-            loaded.model, self.cache, loaded.device, config.max_batch_size
-        )
+        self.runner = ModelRunner(loaded.model, self.cache, loaded.device, config.max_batch_size)
         self.cost = ModelCost.of(self.model, shape.bytes_per_token)
         self.max_batch_size = config.max_batch_size
         self.chunk_tokens = config.prefill_chunk_tokens

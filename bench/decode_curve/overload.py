@@ -135,7 +135,7 @@ def check_same(
 def rule_name(rule: AdmissionRule) -> str:
     """For people."""
     if rule.mode is AdmissionMode.RESERVE:
-        return rule.mode.value
+        return f"{rule.mode.value}"
     return f"{rule.mode.value} {rule.risk:g}"
 
 

@@ -34,9 +34,7 @@ def check_matplotlib() -> None:
         )
 
 
-def draw(
-    path: Path, bend: Bend, points: SequenceOf[Point], rows: SequenceOf[OverloadRow]
-) -> None:
+def draw(path: Path, bend: Bend, points: SequenceOf[Point], rows: SequenceOf[OverloadRow]) -> None:
     """Writes the file; the same figures give the same bytes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -91,8 +89,7 @@ def _draw_curve(axes: Axes, bend: Bend, points: SequenceOf[Point]) -> None:
 
 def _draw_occupancy(axes: Axes, rows: SequenceOf[OverloadRow]) -> None:
     names = [
-        row.admission if row.risk is None else f"{row.admission}\nrisk {row.risk:g}"
-        for row in rows
+        row.admission if row.risk is None else f"{row.admission}\nrisk {row.risk:g}" for row in rows
     ]
     places = range(len(rows))
     for offset, values, color, label in (
