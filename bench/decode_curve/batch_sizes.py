@@ -1,4 +1,4 @@
-"""BatchSizes: decode tokens/s against the requests offered, until the KV pool is full and beyond."""
+"""BatchSizes: decode tokens/s against the requests offered, until the pool is full and beyond."""
 
 from __future__ import annotations
 

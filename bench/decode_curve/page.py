@@ -116,48 +116,50 @@ def page(
     blocks = [
         "# Decode until the KV cache is full",
         _paragraph(
-            f"""Written by `python -m legato.bench.decode_curve`; do not edit. The engine is the bare
-            one: scheduler, model and sampler in one thread. Model `{setting.model}`, weights
-            {setting.weights}, KV {setting.kv_cache}, device {setting.device}, {setting.num_threads}
-            threads; the KV pool has {bend.pool_blocks} blocks of {setting.block_size} tokens:
-            {bend.pool_tokens} rows."""
+            f"""Written by `python -m legato.bench.decode_curve`; do not edit. The engine is the
+            bare one: scheduler, model and sampler in one thread. Model `{setting.model}`, weights
+            {setting.weights}, KV {setting.kv_cache}, device {setting.device},
+            {setting.num_threads} threads; the KV pool has {bend.pool_blocks} blocks of
+            {setting.block_size} tokens: {bend.pool_tokens} rows."""
         ),
         picture,
         "## Tokens/s against the batch",
         _paragraph(
             f"""Prompts of {sizes.prompt_tokens} tokens, answers of {sizes.max_tokens}, so
-            {bend.sequence_tokens} rows of KV a sequence at its end: {bend.sequence_blocks} blocks. By
-            arithmetic {bend.pool_blocks} // {bend.sequence_blocks} = **{bend.batch_size} sequences
-            fit**, and of more requests the rest waits: batch and tokens/s stay what they are. As many
-            requests as offered are under way or waiting all the time, admitted by `reserve`: all are
-            of one length, and there is nothing to guess. Prefill is not timed. Medians of
-            {points[0].rounds} interleaved rounds of {sizes.num_steps} steps."""
+            {bend.sequence_tokens} rows of KV a sequence at its end: {bend.sequence_blocks}
+            blocks. By arithmetic {bend.pool_blocks} // {bend.sequence_blocks} =
+            **{bend.batch_size} sequences fit**, and of more requests the rest waits: batch and
+            tokens/s stay what they are. As many requests as offered are under way or waiting all
+            the time, admitted by `reserve`: all are of one length, and there is nothing to guess.
+            Prefill is not timed. Medians of {points[0].rounds} interleaved rounds of
+            {sizes.num_steps} steps."""
         ),
         curve_table(points),
         _paragraph(
-            """*Bandwidth limit*: the tokens/s of steps that do nothing but read every weight once and
-            the KV of the batch, at the best read rate measured beside each point. *Product limit*:
-            those of steps that do nothing but multiply, attention left out, at the best rate for the
-            products' type. No engine can be above the lower of the two."""
+            """*Bandwidth limit*: the tokens/s of steps that do nothing but read every weight once
+            and the KV of the batch, at the best read rate measured beside each point. *Product
+            limit*: those of steps that do nothing but multiply, attention left out, at the best
+            rate for the products' type. No engine can be above the lower of the two."""
         ),
         "## Occupancy under overload",
         _paragraph(
             f"""{trace.num_requests} chats, all there at the start: prompts of
             {_spread(trace.prompt_tokens)} tokens (shortest, median, longest), temperature 1,
             `max_tokens` {trace.max_tokens}, seed {trace.seed}. The answers end by themselves, at
-            {_spread(trace.answer_tokens)} tokens; {trace.cut_off} were cut off. A token depends on
-            seed and place alone, so each answer must be the same under every rule: it was."""
+            {_spread(trace.answer_tokens)} tokens; {trace.cut_off} were cut off. A token depends
+            on seed and place alone, so each answer must be the same under every rule: it was."""
         ),
         overload_table(rows),
         _paragraph(
-            f"""*KV blocks held* is the mean share of the pool's blocks that belong to sequences, *KV
-            rows in use* that of its rows that have KV in them: a sequence's last block is seldom full.
-            What `reserve` has promised and nobody holds yet lies idle. Both, the mean batch and the
-            tokens/s are over the steps at which requests waited for room, after the first
-            {overload.warm_up_answers} answers had ended: until then `expected` goes by a guess of how
-            long answers are. The other columns are of the whole run; `steps` are the decode steps that
-            all answers took. Decisions go by a clock that advances with the steps: but for tokens/s,
-            every figure of this table is the same on any machine whose arithmetic is the same."""
+            f"""*KV blocks held* is the mean share of the pool's blocks that belong to sequences,
+            *KV rows in use* that of its rows that have KV in them: a sequence's last block is
+            seldom full. What `reserve` has promised and nobody holds yet lies idle. Both, the
+            mean batch and the tokens/s are over the steps at which requests waited for room,
+            after the first {overload.warm_up_answers} answers had ended: until then `expected`
+            goes by a guess of how long answers are. The other columns are of the whole run;
+            `steps` are the decode steps that all answers took. Decisions go by a clock that
+            advances with the steps: but for tokens/s, every figure of this table is the same on
+            any machine whose arithmetic is the same."""
         ),
         "Prefill takes no time on that clock, so no block waits for KV to arrive.",
     ]
