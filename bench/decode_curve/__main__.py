@@ -74,7 +74,7 @@ def _measure(args: argparse.Namespace) -> None:
         overload, warm_up_answers=args.warm_up_answers, risks=tuple(args.risk or overload.risks)
     )
     if args.quick:
-        sizes = replace(sizes, prompt_tokens=16, max_tokens=17, num_steps=20, num_rounds=2)
+        sizes = replace(sizes, prompt_tokens=48, max_tokens=17, num_steps=20)
     overload.rules()  # refuses a wrong risk before anything is loaded
     engine = CapacityEngine(
         WorkerConfig(

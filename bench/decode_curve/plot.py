@@ -40,8 +40,8 @@ def draw(path: Path, bend: Bend, points: SequenceOf[Point], rows: SequenceOf[Ove
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": "legato", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9.6, 4.0), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        figure = Figure(figsize=(10.4, 4.0), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(6, 5))
         _draw_curve(left, bend, points)
         _draw_occupancy(right, rows)
         figure.savefig(path, format="svg", metadata={"Date": None})
@@ -55,13 +55,13 @@ def _draw_curve(axes: Axes, bend: Bend, points: SequenceOf[Point]) -> None:
     axes.axvline(bend.batch_size, color=_GREY, linewidth=1, linestyle=":")
     axes.annotate(
         f"pool full: {bend.pool_blocks} // {bend.sequence_blocks} = {bend.batch_size}",
-        (bend.batch_size, 0.02),
+        (bend.batch_size, 0.98),
         xycoords=("data", "axes fraction"),
         xytext=(-3, 0),
         textcoords="offset points",
         rotation=90,
         ha="right",
-        va="bottom",
+        va="top",
         color=_GREY,
     )
     axes.plot(
@@ -69,27 +69,30 @@ def _draw_curve(axes: Axes, bend: Bend, points: SequenceOf[Point]) -> None:
         [point.bandwidth_tokens_per_s for point in points],
         color=_ORANGE,
         linestyle="--",
-        label="limit by memory bandwidth",
+        label="bandwidth limit",
     )
-    products = [point.product_tokens_per_s for point in points]
-    if None not in products:
-        axes.plot(offered, products, color=_GREEN, linestyle="--", label="limit by products")
+    products = [p.product_tokens_per_s for p in points if p.product_tokens_per_s is not None]
+    if len(products) == len(points):
+        axes.plot(offered, products, color=_GREEN, linestyle="--", label="product limit")
     axes.errorbar(
         offered, rates, yerr=(below, above), color=_BLUE, marker="o", capsize=3, label="measured"
     )
     axes.set_xscale("log", base=2)
     axes.set_xticks(offered, [str(size) for size in offered])
     axes.minorticks_off()
-    axes.set_ylim(0, 2 * max(point.tokens_per_s_highest for point in points))
+    highest = max(point.tokens_per_s_highest for point in points)
+    axes.set_ylim(0, min(3 * highest, 1.1 * max(highest, *products)) if products else 2 * highest)
     axes.set_xlabel("requests offered at once")
     axes.set_ylabel("decode tokens/s")
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=3)
 
 
 def _draw_occupancy(axes: Axes, rows: SequenceOf[OverloadRow]) -> None:
     names = [
-        row.admission if row.risk is None else f"{row.admission}\nrisk {row.risk:g}" for row in rows
+        f"{row.admission}\n{'no risk' if row.risk is None else f'risk {row.risk:g}'}\n"
+        f"{row.preemptions} preempted"
+        for row in rows
     ]
     places = range(len(rows))
     for offset, values, color, label in (
@@ -99,10 +102,8 @@ def _draw_occupancy(axes: Axes, rows: SequenceOf[OverloadRow]) -> None:
         bars = axes.bar([p + offset for p in places], values, width=0.38, color=color, label=label)
         axes.bar_label(bars, fmt="%.0f", padding=1)
     axes.axhline(90, color=_GREY, linewidth=1, linestyle=":")
-    for place, row in zip(places, rows, strict=True):
-        axes.text(place, 3, f"{row.preemptions} preempted", ha="center", color="white", fontsize=7)
-    axes.set_xticks(places, names)
-    axes.set_ylim(0, 119)
+    axes.set_xticks(places, names, fontsize=8)
+    axes.set_ylim(0, 105)
     axes.set_yticks(range(0, 101, 20))
     axes.set_ylabel("mean KV occupancy under overload, %")
-    axes.legend(loc="upper left", frameon=False, ncols=2)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=2)
