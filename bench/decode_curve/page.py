@@ -139,7 +139,7 @@ def page(
             """*Bandwidth limit*: the tokens/s of steps that do nothing but read every weight once
             and the KV of the batch, at the best read rate measured beside each point. *Product
             limit*: those of steps that do nothing but multiply, attention left out, at the best
-            rate for the products' type. No engine can be above the lower of the two."""
+            rate for the products' type. What is above the lower of the two is noise."""
         ),
         "## Occupancy under overload",
         _paragraph(
