@@ -33,7 +33,7 @@ class EngineOptions:
     kv_memory_fraction: float | None = None
     swap_memory_bytes: int | None = None
     admission: Admission = "expected"
-    admission_risk: float = 0.6
+    admission_risk: float = 0.7
     block_size: int = 16
     prefill_chunk_tokens: int = 2048
     prefix_cache: bool = True

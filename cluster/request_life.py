@@ -236,11 +236,11 @@ async def attempt(life: RequestLife, group: Group, placement: Placement) -> None
             if ending is not None:
                 answer.clock.enter(Phase.DELIVERY)
                 del group[number]
-                if not group:
-                    decode.close()
-                elif not finished:
+                if not finished:
                     stopped.add(number)
                     await decode.stop(number)
+                    if not group:
+                        await decode.end()
                 await _until(handoff, figures_due_s)
                 if not group:
                     held.close()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from legato.cluster.worker_view import WorkerView
 
 T = TypeVar("T")
+# A worker that has not taken note of the last `Stop` by then frees all by the call's end.
+STOP_TIMEOUT_S = 1.0
 
 
 class AttemptEndedError(Exception):
@@ -194,10 +196,19 @@ class DecodeCall(_Call):
         await self._next("joined")
 
     async def stop(self, number: int) -> None:
-        """No more of this answer. Where the worker is lost, the next read says so."""
+        """No more of this answer. Where the worker is lost, or was done, the next read says so."""
         stop = worker_pb2.DecodeCommand(stop=worker_pb2.Stop(answer=number))
-        with contextlib.suppress(AttemptEndedError):
+        with contextlib.suppress(AttemptEndedError, WorkerFaultError):
             await self._guard(self._call.write(stop))
+
+    async def end(self) -> None:
+        """After the last `stop`: waits, not for long, until the worker has taken note of it."""
+        with contextlib.suppress(AttemptEndedError, WorkerFaultError, TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._guard(self._call.done_writing())
+                while await self._guard(self._call.read()) is not grpc.aio.EOF:
+                    pass
+        self.close()
 
     async def next_of_answer(self) -> worker_pb2.Tokens | worker_pb2.Preempted:
         """What comes next of any of the answers: tokens of one step or more, or that it left."""

@@ -32,6 +32,7 @@ class Release:
     """Takes a sequence out and ends its hold on its blocks."""
 
     sequence: Sequence
+    stopped: bool  # its answer has ended, by what the engine cannot see
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class WorkerConfig:
     # of the machine's memory; 0: off.
     swap_memory_bytes: int | None = None
     admission: Admission = "expected"  # see `scheduling.claim.AdmissionMode`
-    admission_risk: float = 0.6  # see `scheduling.claim.AdmissionRule`
+    admission_risk: float = 0.7  # see `scheduling.claim.AdmissionRule`
     block_size: int = 16
     prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
     prefix_cache: bool = True  # keep the KV of prompts' beginnings while there is room

@@ -129,10 +129,13 @@ class Engine:
         """Queues a further answer in decode, as `submit`. See `CapacityScheduler.fork`."""
         return self._submit(Fork(sequence, Mailbox(), source))
 
-    def release(self, sequence: Sequence, mailbox: Mailbox) -> None:
-        """Takes the sequence out before the next step and ends its hold on its blocks."""
+    def release(self, sequence: Sequence, mailbox: Mailbox, *, stopped: bool = False) -> None:
+        """Takes the sequence out before the next step and ends its hold on its blocks.
+
+        `stopped`: its answer has ended, with a stop string, and was not cancelled.
+        """
         self._open.discard(mailbox)
-        self._commands.put(Release(sequence))
+        self._commands.put(Release(sequence, stopped))
 
     def note_waiting(self, wanted: list[Newcomer]) -> None:
         """Who waits to be admitted to decode, the first first. See `CapacityScheduler`."""
@@ -230,6 +233,8 @@ class Engine:
         sequence = command.sequence
         if isinstance(command, Release):
             self._outbox.close(sequence)
+            if command.stopped and sequence.finish_reason is None:
+                sequence.finish_reason = FinishReason.STOP
             self._scheduler.remove(sequence)
             if sequence.lease is not None:
                 sequence.lease.release()

@@ -45,7 +45,7 @@ class OverloadRow:
 class Overload:
     """What is measured: every rule on the same requests."""
 
-    risks: tuple[float, ...] = (0.3, 0.6, 0.8)
+    risks: tuple[float, ...] = (0.5, 0.7, 0.8)
     # Answers that end before the measuring begins: by then the ledger knows how long they are.
     warm_up_answers: int = 32
 

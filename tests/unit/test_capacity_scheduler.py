@@ -13,7 +13,7 @@ from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import BATCH_AGEING_S, CapacityScheduler
 from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule, Newcomer
 from legato.worker.scheduling.output_lengths import OutputLengths
-from legato.worker.sequence import Sequence, SequenceState
+from legato.worker.sequence import FinishReason, Sequence, SequenceState
 
 if TYPE_CHECKING:
     from legato.worker.scheduling.decision import Decision
@@ -424,3 +424,17 @@ def test_finished_answers_are_recorded_and_cancelled_ones_are_not() -> None:
     bench.end(cancelled)
     bench.steps(3)
     assert bench.ledger._lengths.expected(100, 0, 0.5) == 6
+
+
+def test_what_a_broken_answer_read_and_wrote_is_not_found_any_more() -> None:
+    bench = Bench(8)
+    broken, well = bench.join(3, 20), bench.join(3, 20)
+    for name, sequence in ((b"broken", broken), (b"well", well)):
+        assert sequence.lease is not None
+        bench.pool.register(sequence.lease.blocks[0], name)
+    bench.steps(2)
+    broken.finish_reason = FinishReason.BROKEN
+    for sequence in (broken, well):
+        bench.end(sequence)
+    assert bench.pool.count_cached_prefix([b"broken"]) == 0
+    assert bench.pool.count_cached_prefix([b"well"]) == 1

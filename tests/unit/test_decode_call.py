@@ -46,6 +46,7 @@ class FakeEngine:
         self.there: dict[Sequence, LandedAnswer] = {}
         self.mailboxes: list[Mailbox] = []  # in the order in which they came
         self.released: list[Sequence] = []
+        self.stopped: list[Sequence] = []
 
     def submit(self, sequence: Sequence) -> Mailbox:
         return self.fork(sequence, None)
@@ -59,8 +60,9 @@ class FakeEngine:
         self.mailboxes.append(Mailbox())
         return self.mailboxes[-1]
 
-    def release(self, sequence: Sequence, _: Mailbox) -> None:
+    def release(self, sequence: Sequence, _: Mailbox, *, stopped: bool = False) -> None:
         self.released.append(sequence)
+        self.stopped += [sequence] if stopped else []
         self.room.end(self.there.pop(sequence))
 
 
@@ -244,6 +246,7 @@ async def test_stop_frees_at_once_and_says_no_more_of_it() -> None:
         scene.router.stop(0)
         await scene.calm()
         assert len(scene.engine.there) == 1
+        assert scene.engine.stopped == scene.engine.released  # it ended, nobody cancelled it
         scene.tell(0, token(2))  # it was on its way
         scene.tell(1, token(1))
         scene.router.stop(0)

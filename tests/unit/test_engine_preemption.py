@@ -384,8 +384,28 @@ async def test_released_wherever_it_stands(model: Model, overlap: bool) -> None:
         await pair.check_all_is_back()
 
 
-async def lone_call(pair: EnginePair, tokens: list[int], params: SamplingParams) -> None:
-    """A decode call over rows of zeros, which frees everything when it is cancelled."""
+async def test_an_answer_that_the_router_ends_counts_among_the_lengths(model: Model) -> None:
+    async with running_engines(model, prior_tokens=500) as pair:
+        for stopped in (False, True):
+            params = SamplingParams.greedy_for(400, ignore_eos=True)
+            await lone_call(pair, [1, 2, 3], params, num_tokens=7, stopped=stopped)
+            await pair.check_all_is_back()
+        lengths = list(pair.ledger._lengths._recent)
+        [length] = [length for length in lengths if length != 500]
+        assert 7 <= length < 400
+
+
+async def lone_call(
+    pair: EnginePair,
+    tokens: list[int],
+    params: SamplingParams,
+    *,
+    num_tokens: int = 1000,
+    stopped: bool = False,
+) -> None:
+    """A decode call over rows of zeros, which frees everything when it is cancelled, or ends by
+    itself after `num_tokens`.
+    """
     rows = len(tokens) - 1
     max_rows = rows + params.max_tokens
     [claim] = await pair.admit(Newcomer(rows, max_rows, params.max_tokens))
@@ -400,11 +420,12 @@ async def lone_call(pair: EnginePair, tokens: list[int], params: SamplingParams)
         claim=claim,
     )
     mailbox = pair.decode.submit(sequence)
+    seen = 0
     try:
-        while True:
-            await mailbox.take()
+        while seen < num_tokens:
+            seen += sum(isinstance(event, TokenEvent) for event in await mailbox.take())
     finally:
-        pair.decode.release(sequence, mailbox)
+        pair.decode.release(sequence, mailbox, stopped=stopped)
 
 
 async def test_what_a_swapped_one_wrote_before_is_registered_again(model: Model) -> None:

@@ -85,7 +85,8 @@ async def test_a_stop_string_ends_the_answer_here(tokens_per_event: int) -> None
         assert result.finish.finish_reason == common_pb2.FINISH_REASON_STOP
         assert result.finish.stop_reason == stop
         await service.settle()
-        assert decode.num_tokens_sent < 100  # the worker was told to stop
+        assert decode.num_tokens_sent < 100
+        assert decode.stops == [0]  # the worker knows that the answer ended, and how long it was
 
 
 async def test_held_back_text_comes_at_the_end() -> None:

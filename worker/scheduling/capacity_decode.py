@@ -132,6 +132,8 @@ class CapacityScheduler:
             self._pool.free([copy.source])
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._ledger.record(sequence.num_output_tokens)
+        elif sequence.finish_reason is FinishReason.BROKEN:
+            self._pool.unregister(lease_of(sequence).blocks)  # their rows may be what broke it
         self._ledger.withdraw(claim_of(sequence))
         sequence.move_to(SequenceState.DONE)
 

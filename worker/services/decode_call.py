@@ -118,10 +118,10 @@ class DecodeCall:
         for answer, stream in self._streams.items():
             self._spawn(self._pass_on(answer, stream))
 
-    def _leave_engine(self, answer: int) -> _Stream:
+    def _leave_engine(self, answer: int, *, stopped: bool = False) -> None:
         stream = self._streams.pop(answer)
-        self._engine.release(stream.sequence, stream.mailbox)
-        return stream
+        stream.stopped = stopped
+        self._engine.release(stream.sequence, stream.mailbox, stopped=stopped)
 
     # What the router says.
 
@@ -140,7 +140,7 @@ class DecodeCall:
             if self._landing:
                 self._tickets.end_answer(self._ticket)
         elif answer in self._streams:
-            self._leave_engine(answer).stopped = True
+            self._leave_engine(answer, stopped=True)
         else:
             return
         self._end(answer)
