@@ -129,7 +129,8 @@ class DecodeWorkerServicer:
         never fit; draining). When the first tokens are known the router sends Start; when the KV has
         landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
         finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
-        is left.
+        is left; where there were several, when the router has ended its side too, or after a second: a
+        Stop may be on its way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -79,7 +79,8 @@ class DecodeWorkerStub:
     never fit; draining). When the first tokens are known the router sends Start; when the KV has
     landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
     finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
-    is left.
+    is left; where there were several, when the router has ended its side too, or after a second: a
+    Stop may be on its way.
     """
 
 @_typing.type_check_only
@@ -95,7 +96,8 @@ class DecodeWorkerAsyncStub(DecodeWorkerStub):
     never fit; draining). When the first tokens are known the router sends Start; when the KV has
     landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
     finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
-    is left.
+    is left; where there were several, when the router has ended its side too, or after a second: a
+    Stop may be on its way.
     """
 
 class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -114,7 +116,8 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
         never fit; draining). When the first tokens are known the router sends Start; when the KV has
         landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
         finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
-        is left.
+        is left; where there were several, when the router has ended its side too, or after a second: a
+        Stop may be on its way.
         """
 
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
