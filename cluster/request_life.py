@@ -194,18 +194,24 @@ async def attempt(life: RequestLife, group: Group, placement: Placement) -> None
                 del group[number]
         if not group:
             held.close()
-        for answer, delta, ending in came:
-            await life.deliver(answer, delta, ending)
-        if not group:
+            for answer, delta, ending in came:
+                await life.deliver(answer, delta, ending)
             return
         assert decode is not None, "without a decode worker the first token is the last"
         assert placement.decode is not None, "the call is to it"
 
-        # Hand-off: decode begins when it has both the first tokens and all of the KV.
+        # Hand-off: decode begins when it has both the first tokens and all of the KV, whether the
+        # client reads or not: rows that have landed and are not started can be taken from nobody.
         handoff = asyncio.create_task(_hand_off(prefill, placement, tuple(group.values())))
-        handoff.add_done_callback(_seen)
-        held.callback(handoff.cancel)
-        await decode.start({n: answer.answer.token_ids[-1] for n, answer in group.items()})
+        starting = asyncio.create_task(
+            decode.start({n: answer.answer.token_ids[-1] for n, answer in group.items()})
+        )
+        for task in (handoff, starting):
+            task.add_done_callback(_seen)
+            held.callback(task.cancel)
+        for answer, delta, ending in came:
+            await life.deliver(answer, delta, ending)
+        await starting
         await _join(decode, handoff)
 
         # Decode: one message to the client for each from the worker; the next is read when gRPC
