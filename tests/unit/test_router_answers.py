@@ -60,6 +60,45 @@ async def test_an_answer_that_yields_goes_on_with_the_same_tokens(
         assert all(not view.failed_requests for view in service.router.pool.views())
 
 
+@pytest.mark.parametrize("tokens_per_event", [1, 4])
+@pytest.mark.parametrize("leaves_at", [[1], [7], [8], [29], [3, 12, 13]])
+async def test_an_answer_that_outgrew_prefill_goes_on_with_the_same_tokens(
+    leaves_at: list[int], tokens_per_event: int
+) -> None:
+    """What prefill has no room for comes again in decode, and is told once."""
+    prefill = FakeWorker("prefill", total_blocks=3)  # 12 rows: the prompt and 7 tokens
+    decode = FakeWorker("decode", tokens_per_event=tokens_per_event)
+    decode.faults.preempt_at = {SEED: list(leaves_at)}
+    async with Service([prefill], [decode]) as service:
+        result = await collect(service, ask("hello", 30))
+        check_whole(result, "hello", 30)
+        assert result.finish.timings.preemptions == len(leaves_at)
+        begins = [0, *(min(at, 7) for at in leaves_at)]
+        assert [len(r.token_ids) - 5 for r in prefill.prefills] == begins
+        assert [len(r.token_ids) - 5 for r in decode.reserves] == begins
+        await service.settle()
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_an_answer_that_outgrew_prefill_survives_a_loss(lost: str) -> None:
+    prefill = FakeWorker("prefill", total_blocks=2)  # the prompt and 3 tokens
+    decode = FakeWorker("decode")
+    async with Service([prefill], [decode]) as service:
+        if lost == "decode":
+            decode.faults.end_at = 9
+            reading = asyncio.create_task(collect(service, ask("hello", 30)))
+            await until(lambda: len(prefill.prefills) > 1)
+            decode.faults.end_at = None
+        else:
+            decode.faults.preempt_at = {SEED: [9]}
+            reading = asyncio.create_task(collect(service, ask("hello", 30)))
+            await until(lambda: len(decode.reserves) > 0)
+            prefill.faults.fail_prefills = 1
+        check_whole(await reading, "hello", 30)
+        assert max(len(r.token_ids) for r in prefill.prefills) == 8
+        await service.settle()
+
+
 async def test_swaps_and_returns_are_counted_and_carried() -> None:
     decode = FakeWorker("decode")
     decode.faults.swaps = 2
