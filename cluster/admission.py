@@ -45,6 +45,8 @@ class Placement:
 
     def granted(self) -> None:
         """The decode worker gave a ticket."""
+        if self.decode_share is not None:
+            self.decode_share.granted()
         self.settle()
 
     def computed(self) -> None:

@@ -38,11 +38,27 @@ class AnswerLife:
     refusals: int = 0
     num_preemptions: int = 0  # swapped or sent away for want of KV blocks
     cached_prompt_tokens: int = 0  # as Usage has it
+    num_replayed: int = 0  # of the tokens so far, those that the present attempt begins with
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and what was emitted so far: what the next attempt begins with."""
-        return [*self.spec.prompt_token_ids, *self.answer.token_ids]
+        """Prompt and emitted tokens that the attempt begins with."""
+        return [*self.spec.prompt_token_ids, *self.answer.token_ids[: self.num_replayed]]
+
+    @property
+    def num_to_come(self) -> int:
+        """Tokens that the attempt may generate, those that come again included."""
+        return self.spec.max_tokens - self.num_replayed
+
+    def begin(self, prefill_kv_tokens: int) -> None:
+        """An attempt begins: with all tokens so far, or as many as prefill has room for.
+
+        The others come again in decode, the same ones, for a token depends on the seed and its
+        position alone.
+        """
+        room = max(0, prefill_kv_tokens - len(self.spec.prompt_token_ids))
+        self.num_replayed = min(len(self.answer.token_ids), room)
+        self.answer.begin(self.num_replayed)
 
     def take(
         self,

@@ -148,6 +148,13 @@ class PoolView:
             )
         return self._limits
 
+    def largest_prefill_kv_tokens(self) -> int:
+        """Of the largest prefill worker that takes work; where none does, as last known."""
+        sizes = [view.capacity_tokens for view in self.placeable("prefill")]
+        if not sizes and (limits := self.limits()) is not None:
+            return limits.prefill_kv_tokens
+        return max(sizes, default=0)
+
     def changed(self) -> None:
         """Something that placement or health may depend on is different now."""
         for role in ROLES:

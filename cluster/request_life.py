@@ -132,6 +132,9 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
             await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
             return
         enter(answers, Phase.QUEUE)
+        prefill_kv_tokens = life.pool.largest_prefill_kv_tokens()
+        for answer in answers:
+            answer.begin(prefill_kv_tokens)
         demand = _demand(life.spec, answers)
         placement = await life.admission.place(first.entry, demand, first=not life.has_begun)
         life.tries += 1
@@ -181,7 +184,7 @@ async def attempt(life: RequestLife, group: Group, placement: Placement) -> None
         held.callback(prefill.close)
         first = await prefill.first_token(len(group))
         placement.computed()
-        came = []
+        came, tokens = [], {}
         for (number, answer), start in zip(tuple(group.items()), first.answers, strict=True):
             answer.count_prefill(first, placement.prefill.worker_id)
             reason = start.finish_reason if start.finished else None
@@ -192,20 +195,26 @@ async def attempt(life: RequestLife, group: Group, placement: Placement) -> None
             answer.clock.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
             if ending is not None:
                 del group[number]
+            else:
+                tokens[number] = start.token.token_id
         if not group:
             held.close()
-        for answer, delta, ending in came:
-            await life.deliver(answer, delta, ending)
-        if not group:
+            for answer, delta, ending in came:
+                await life.deliver(answer, delta, ending)
             return
         assert decode is not None, "without a decode worker the first token is the last"
         assert placement.decode is not None, "the call is to it"
 
-        # Hand-off: decode begins when it has both the first tokens and all of the KV.
+        # Hand-off: decode begins when it has both the first tokens and all of the KV, whether the
+        # client reads or not: rows that have landed and are not started can be taken from nobody.
         handoff = asyncio.create_task(_hand_off(prefill, placement, tuple(group.values())))
-        handoff.add_done_callback(_seen)
-        held.callback(handoff.cancel)
-        await decode.start({n: answer.answer.token_ids[-1] for n, answer in group.items()})
+        starting = asyncio.create_task(decode.start(tokens))
+        for task in (handoff, starting):
+            task.add_done_callback(_seen)
+            held.callback(task.cancel)
+        for answer, delta, ending in came:
+            await life.deliver(answer, delta, ending)
+        await starting
         await _join(decode, handoff)
 
         # Decode: one message to the client for each from the worker; the next is read when gRPC
@@ -290,7 +299,7 @@ def _demand(spec: RequestSpec, answers: Sequence[AnswerLife]) -> Demand:
     first = answers[0]
     return Demand(
         prefill_tokens=len(first.token_ids),
-        decode_tokens=spec.max_kv_tokens if first.answer.num_left > 1 else 0,
+        decode_tokens=spec.max_kv_tokens if first.num_to_come > 1 else 0,
         num_answers=len(answers),
         batch=spec.batch_priority,
         avoid=first.avoid,

@@ -67,15 +67,22 @@ class PrefillShare:
 
 
 class DecodeShare:
-    """One attempt's part of a decode worker: the blocks that it takes to begin with."""
+    """One attempt's part of a decode worker: the blocks that it takes to begin with, for as long
+    as no report tells of them. From then on the worker's own count is the better one: prefixes are
+    shared there, and what a slow client has yet to read holds nothing.
+    """
 
     def __init__(self, view: WorkerView, demand: Demand) -> None:
         self._view = view
         self._blocks = view.snapshot().blocks_now(demand)
         view.used_blocks += self._blocks
 
+    def granted(self) -> None:
+        """The worker has promised them: its next report counts them."""
+        self._view.granted.append(self)
+
     def release(self) -> None:
-        """The worker holds nothing of the attempt any more. Idempotent."""
+        """The worker holds nothing of the attempt any more, or has reported it. Idempotent."""
         self._view.used_blocks -= self._blocks
         self._blocks = 0
 
@@ -83,11 +90,12 @@ class DecodeShare:
 class WorkerView:
     """One worker process. Loses the router's trust at the first sign; wins it back by reporting.
 
-    The router is the only one who gives work to its workers, so `total - used` follows at once
-    when a ticket is out or back, which a report would say up to 50 ms later. On decode it is an
-    upper bound: what answers have grown to, only the reports tell. The worker's own answer is the
-    truth: what it has refused for want of room, and what asks for no less, is not tried again until
-    its next report, and for a while only one by one, not by the whole queue at once.
+    The router is the only one who gives work to its workers, so what it has given out counts at
+    once, which a report would say up to 50 ms later. `used_blocks` is all of it on prefill; on
+    decode, where blocks are shared, grow and are swapped out, what the last report could not tell
+    of. The worker's own answer is the truth: what it has refused for want of room, and what asks
+    for no less, is not tried again until its next report, and for a while only one by one, not by
+    the whole queue at once.
     """
 
     def __init__(self, endpoint: WorkerEndpoint) -> None:
@@ -103,6 +111,7 @@ class WorkerView:
         self.last_report_at = 0.0
         self.lost_reason = ""
         self.used_blocks = 0
+        self.granted: list[DecodeShare] = []  # since the last report
         self.backlog_tokens = 0
         self.full = False
         self._refused: list[Demand] = []
@@ -135,15 +144,15 @@ class WorkerView:
     def snapshot(self) -> WorkerSnapshot:
         """For the policies. The identity must be known."""
         assert self.identity is not None, "a worker is placed on only after it said who it is"
-        free_blocks = self.identity.total_blocks - self.used_blocks
+        free_blocks = self.identity.total_blocks
         if self.endpoint.role == "decode" and self.load is not None:
-            free_blocks = min(free_blocks, self.load.free_blocks)
+            free_blocks = self.load.free_blocks
         return WorkerSnapshot(
             worker_id=self.worker_id,
             role=self.endpoint.role,
             block_size=self.identity.kv_layout.block_size,
             total_blocks=self.identity.total_blocks,
-            free_blocks=free_blocks,
+            free_blocks=free_blocks - self.used_blocks,
             backlog_tokens=self.backlog_tokens,
             full=self.full,
             refused=tuple(self._refused),
@@ -160,6 +169,9 @@ class WorkerView:
         self.phase, self.load = report.phase, report.load
         self.last_report_at = now
         self.full = False
+        for share in self.granted:
+            share.release()
+        self.granted.clear()
         if self._refused or self._doubtful:
             doubts = self._doubtful | dict.fromkeys(self._refused, now + DOUBT_S)
             least = self.snapshot().least_of(d for d, until in doubts.items() if now < until)

@@ -92,6 +92,28 @@ async def test_forty_requests_through_small_pools_all_finish(folder: Path) -> No
         assert answer.done.timings.prefill_forwards >= 3
 
 
+async def test_answers_that_have_outgrown_prefill_are_returned_and_finish(folder: Path) -> None:
+    """Prefill has room for 64 tokens; the answers get to 160, and decode holds one of them."""
+    oracle = load_oracle(folder)
+    prompts = [[(i * 31 + j * 7) % 256 for j in range(40)] for i in range(4)]
+    decode_args = [*pool(192), "--swap-memory", "0", "--admission-risk", "0.99"]
+    async with LocalService(folder, prefill_args=pool(64), decode_args=decode_args) as service:
+
+        async def ask(prompt: list[int], max_tokens: int) -> Answer:
+            message = request(prompt, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+            return await collect(service.generation.Generate(message, timeout=60))
+
+        alone = [await ask(prompt, 120) for prompt in prompts]
+        for _ in range(40):  # answers were short of late: too many are let in
+            await ask([5], 2)
+        answers = await asyncio.gather(*(ask(prompt, 120) for prompt in prompts))
+        await service.wait_idle()
+        assert sum(load.preemptions_returned for _, load in await service.loads()) > 0
+    for prompt, before, answer in zip(prompts, alone, answers, strict=True):
+        assert answer.token_ids == greedy(oracle, prompt, 120)
+        assert answer.logprobs == before.logprobs
+
+
 @pytest.fixture(scope="module")
 def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its context lets one answer outlast many others by far."""

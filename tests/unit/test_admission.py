@@ -16,6 +16,7 @@ from legato.cluster.policies import BATCH_AGEING_S, Demand, WorkerSnapshot
 
 if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
+    from legato.cluster.worker_view import DecodeShare
 
 
 @dataclass
@@ -28,6 +29,7 @@ class View:
     used_blocks: int = 0
     backlog_tokens: int = 0
     refused: tuple[Demand, ...] = ()
+    granted: list[DecodeShare] = field(default_factory=list)
 
     def snapshot(self) -> WorkerSnapshot:
         return WorkerSnapshot(
