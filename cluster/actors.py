@@ -105,6 +105,7 @@ class WorkerActor:
     def __init__(self) -> None:
         self._server: Any = None
         self._loading = ""
+        self._measures = False
 
     async def placed(self) -> _Process:
         """Answers as soon as Ray has found a place."""
@@ -119,17 +120,21 @@ class WorkerActor:
         # For what workers say at their start, in Ray's folder of logs.
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("legato").setLevel(logging.INFO)
-        server = WorkerServer(worker_config(role, plan), on_progress=self._note_progress)
+        config = worker_config(role, plan)
+        self._measures = config.kv_memory_fraction is not None
+        server = WorkerServer(config, on_progress=self._note_progress)
         address = await server.start()
         self._server = server
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
 
     async def loading(self) -> str:
-        """How far the weights are read, in words; empty before that begins."""
+        """How far the start has come, in words; empty before weights are read."""
         return self._loading
 
     def _note_progress(self, num_read: int, num_tensors: int) -> None:
         self._loading = f"weights {10 * (10 * num_read // num_tensors)} %"
+        if self._measures and num_read == num_tensors:  # it may take longer than the weights
+            self._loading = "measuring what a step takes"
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work; returns when there is none left, or at the timeout."""

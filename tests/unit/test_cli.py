@@ -398,15 +398,19 @@ def test_stop_waits_until_the_port_is_closed(
         (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
         (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
-        (["--kv-memory", "lots"], "--kv-memory: must be a size such as"),
-        (["--kv-memory", "0"], "--kv-memory: must be at least 1 byte, got 0"),
+        (["--kv-memory", "lots"], "2GiB, or a fraction in (0, 1], got 'lots'"),
+        (["--kv-memory", "0"], "1 byte, or a fraction in (0, 1], got 0"),
         (["--kv-memory", "1.5"], "--kv-memory: without a unit must be whole bytes or a fraction"),
         (["--kv-memory", "0.0"], "in (0, 1], got '0.0'"),
         (["--swap-memory", "some"], "--swap-memory: must be a size such as"),
+        (["--swap-memory", "-1"], "2GiB, or 0 for none, got '-1'"),
+        (["--swap-memory", "0.5"], "at least 1 byte, or 0 for none, got 0.5"),
         (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
         (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
         (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
-        (["--decode", "0"], "--decode"),
+        (["--decode", "0"], "greater than or equal to 1, got '0' (see"),
+        (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
+        (["--admission-risk", "much"], "as a number, got 'much' (see"),
     ],
 )
 def test_serve_refuses_bad_options_before_anything_starts(
@@ -499,6 +503,8 @@ def test_a_service_says_what_its_kv_memory_holds() -> None:
     _, warning = kv_lines(model)
     assert "less than a context of 8,192 tokens: longer requests are refused" in warning
     assert "--kv-memory 4 times as much, or --context-length 2048" in warning
+    model.decode_kv_tokens = 1456
+    assert "--kv-memory 5.7 times as much" in kv_lines(model)[1]  # 5.6 times 1,456 is too little
 
 
 def test_dial_address() -> None:
@@ -540,6 +546,13 @@ def test_timing_rows_of_one_token_have_no_decode_rate() -> None:
     assert "KV handed over" in names
     with pytest.raises(ValueError, match="not finished"):
         timing_rows(Answer())
+
+
+def test_the_timings_say_how_often_an_answer_was_preempted() -> None:
+    finish = generation_pb2.Finish()
+    assert "  preempted" not in [row[0] for row in timing_rows(Answer(finish=finish))]
+    finish.timings.preemptions = 2
+    assert ("  preempted", "2 times", "for want of KV room") in timing_rows(Answer(finish=finish))
 
 
 def test_the_decode_rate_is_not_that_at_which_a_late_client_found_the_tokens() -> None:

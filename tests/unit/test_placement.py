@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from legato.cluster.actors import WorkerPlan, worker_config
+from legato.cluster.actors import WorkerActor, WorkerPlan, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.placement import ClusterFacts, place
 from legato.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def facts(**overrides: Any) -> ClusterFacts:  # noqa: ANN401  # fields of ClusterFacts
@@ -113,3 +116,31 @@ def test_a_worker_is_told_what_the_service_was() -> None:
     names = {field.name for field in fields(EngineOptions)}
     assert names <= {field.name for field in fields(WorkerConfig)}
     assert all(getattr(WorkerConfig, n) == getattr(EngineOptions, n) for n in names)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "last"), [(None, "weights 100 %"), (0.5, "measuring what a step takes")]
+)
+async def test_a_starting_worker_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, fraction: float | None, last: str
+) -> None:
+    said: list[str] = []
+
+    class Starting:
+        worker_id = "decode-1"
+
+        def __init__(self, _: WorkerConfig, *, on_progress: Callable[[int, int], None]) -> None:
+            self.on_progress = on_progress
+
+        async def start(self) -> str:
+            for num_read in (1, 2):
+                self.on_progress(num_read, 2)
+                said.append(await actor.loading())
+            return "127.0.0.1:1"
+
+    monkeypatch.setattr("legato.worker.server.WorkerServer", Starting)
+    engine = EngineOptions(kv_memory_fraction=fraction)
+    placement = place(ServiceConfig(model="m", engine=engine), facts())
+    actor = WorkerActor()
+    await actor.start("decode", WorkerPlan("m", engine, placement, spread=False))
+    assert said == ["weights 50 %", last]
