@@ -469,7 +469,7 @@ async def test_answers_that_can_never_fit_together_are_refused_with_the_numbers(
             await attempt.reserve_once()
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert refused.value.details() == (
-            "16 rows of KV (for each of 4 answers) need 10 blocks of 4 tokens; "
+            "16 rows of KV for each of 4 answers need 10 blocks of 4 tokens; "
             "this worker has 8 in all"
         )
         fits = Attempt(pair, prompt_of(9), sampling(8), num_answers=3)  # 2 shared, 2 each

@@ -24,7 +24,7 @@ def test_epochs_differ_and_start_anywhere() -> None:
 
 def test_refused_reservations_promise_nothing_and_say_the_numbers() -> None:
     room = TicketRoom.of(4)
-    with pytest.raises(NeverFitsError, match=r"17 rows of KV .* need 5 blocks of 4 .* 4 in all"):
+    with pytest.raises(NeverFitsError, match=r"17 rows of KV need 5 blocks of 4 .* 4 in all"):
         room.reserve(ticket_request(2, max_tokens=16))
     with pytest.raises(NeverFitsError, match=r"10 rows .* 3 answers\) need 5 blocks of 4"):
         room.reserve(ticket_request(9, num_answers=3))
