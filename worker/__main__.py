@@ -42,7 +42,9 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
     fraction = parse_fraction(arguments.kv_memory, "--kv-memory")
     kv_memory_bytes = WorkerConfig.kv_memory_bytes
     if fraction is None:
-        kv_memory_bytes = parse_byte_size(arguments.kv_memory, "--kv-memory")
+        kv_memory_bytes = parse_byte_size(
+            arguments.kv_memory, "--kv-memory", ", or a fraction in (0, 1]"
+        )
     swap_memory_bytes = None
     if arguments.swap_memory is not None:
         swap_memory_bytes = parse_byte_size_or_0(arguments.swap_memory, "--swap-memory")

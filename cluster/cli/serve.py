@@ -167,7 +167,7 @@ def serve(
     kv_memory_fraction = parse_fraction(kv_memory, "--kv-memory")
     kv_memory_bytes = EngineOptions.kv_memory_bytes
     if kv_memory_fraction is None:
-        kv_memory_bytes = parse_size(kv_memory)
+        kv_memory_bytes = parse_size(kv_memory, "--kv-memory", ", or a fraction in (0, 1]")
     swap_memory_bytes = None
     if swap_memory is not None:
         swap_memory_bytes = parse_size_or_0(swap_memory, "--swap-memory")

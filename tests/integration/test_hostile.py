@@ -180,7 +180,7 @@ def test_a_wrong_size_is_named() -> None:
     with pytest.raises(ValueError, match=r"--kv-memory without a unit must be .* got '1\.5'"):
         read_fraction("1.5", "--kv-memory")
     assert parse_byte_size_or_0("0", "--swap-memory") == 0
-    with pytest.raises(ValueError, match="--swap-memory must look like"):
+    with pytest.raises(ValueError, match=r"--swap-memory must look like .*, or 0 for none, got"):
         parse_byte_size_or_0("-1", "--swap-memory")
 
 
