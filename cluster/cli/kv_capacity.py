@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ def kv_lines(model: generation_pb2.GetModelResponse) -> list[str]:
     )
     lines = [f"KV cache: {prefill:,} tokens a prefill worker, {decode:,} a decode worker"]
     if 0 < (least := min(prefill, decode)) < context:
+        times = math.ceil(10 * context / least) / 10  # not rounded down: that would not do
         lines.append(
             f"that is less than a context of {context:,} tokens: longer requests are refused. For "
-            f"all of them, give --kv-memory {context / least:.2g} times as much, or "
+            f"all of them, give --kv-memory {times:g} times as much, or "
             f"--context-length {least}"
         )
     return lines

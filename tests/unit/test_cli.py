@@ -503,6 +503,8 @@ def test_a_service_says_what_its_kv_memory_holds() -> None:
     _, warning = kv_lines(model)
     assert "less than a context of 8,192 tokens: longer requests are refused" in warning
     assert "--kv-memory 4 times as much, or --context-length 2048" in warning
+    model.decode_kv_tokens = 1456
+    assert "--kv-memory 5.7 times as much" in kv_lines(model)[1]  # 5.6 times 1,456 is too little
 
 
 def test_dial_address() -> None:
