@@ -80,10 +80,7 @@ class KvBudget:
             kv_bytes, source = _fraction_of(config.kv_memory_fraction, shape, facts)
         num_blocks = shape.num_blocks(kv_bytes)
         if num_blocks < 1:
-            raise ValueError(
-                f"{source} holds no block: one of {shape.block_size} tokens takes "
-                f"{shape.bytes_per_block} bytes"
-            )
+            raise ValueError(f"{source}, holds no block: {shape.least_memory(context_length)}")
         pool_bytes = num_blocks * shape.bytes_per_block
         return cls(
             shape=shape,

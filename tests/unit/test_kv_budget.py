@@ -83,8 +83,9 @@ def test_a_fraction_that_holds_no_block_says_why(peak: int) -> None:
     facts = replace(BIG, free_bytes=102 * BLOCK, activation_peak_bytes=peak)
     with pytest.raises(
         ValueError,
-        match=r"^kv_memory_fraction 0\.9 of 0\.0 MiB: 0\.2 MiB free, less \d\.\d MiB for a step "
-        "holds no block: one of 16 tokens takes 2048 bytes$",
+        match=r"^kv_memory_fraction 0\.9 of 0\.0 MiB: 0\.2 MiB free, less \d\.\d MiB for a step"
+        f", holds no block: one of 16 tokens takes 2048 bytes; a context of {CONTEXT} tokens takes "
+        f"{64 * BLOCK}$",
     ):
         plan(worker(kv_memory_fraction=0.9), facts)
 
@@ -143,12 +144,14 @@ def test_a_pool_smaller_than_one_context_is_told_what_it_would_take() -> None:
 
 def test_where_not_one_block_fits_the_error_says_what_a_context_takes() -> None:
     model = fake_config(num_layers=2, context_length=CONTEXT)
-    with pytest.raises(
-        ValueError,
-        match="^kv_memory_bytes 2047 holds no block: one of 16 tokens takes 2048 bytes; "
-        f"a context of 1024 tokens takes {64 * BLOCK}$",
-    ):
-        KvShape.of(model, worker(kv_memory_bytes=2047), torch.float32)
+    for asked, context_length in ((None, CONTEXT), (500, 500), (2 * CONTEXT, CONTEXT)):
+        config = worker(kv_memory_bytes=2047, context_length=asked)
+        with pytest.raises(
+            ValueError,
+            match="^kv_memory_bytes 2047 holds no block: one of 16 tokens takes 2048 bytes; "
+            f"a context of {context_length} tokens takes {-(-context_length // 16) * BLOCK}$",
+        ):
+            KvShape.of(model, config, torch.float32)
 
 
 def test_the_log_says_how_many_sequences_fit_and_what_is_assumed() -> None:

@@ -51,10 +51,12 @@ class KvShape:
             dtype=choose_kv_dtype(config.kv_cache, dtype),
         )
         if config.kv_memory_fraction is None and shape.num_blocks(config.kv_memory_bytes) < 1:
+            context_length = min(
+                config.context_length or model.context_length, model.context_length
+            )
             raise ValueError(
-                f"kv_memory_bytes {config.kv_memory_bytes} holds no block: one of "
-                f"{config.block_size} tokens takes {shape.bytes_per_block} bytes; a context of "
-                f"{model.context_length} tokens takes {shape.context_bytes(model.context_length)}"
+                f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
+                f"{shape.least_memory(context_length)}"
             )
         swap = config.swap_memory_bytes if config.role == "decode" else None
         if swap and shape.num_blocks(swap) < 1:
@@ -88,6 +90,13 @@ class KvShape:
     def context_bytes(self, context_length: int) -> int:
         """What one sequence takes that is as long as may be, in whole blocks."""
         return blocks_for(context_length, self.block_size) * self.bytes_per_block
+
+    def least_memory(self, context_length: int) -> str:
+        """In words: what a block takes, and what a context does."""
+        return (
+            f"one of {self.block_size} tokens takes {self.bytes_per_block} bytes; a context of "
+            f"{context_length} tokens takes {self.context_bytes(context_length)}"
+        )
 
     def num_blocks(self, memory_bytes: int) -> int:
         """How many whole blocks fit into `memory_bytes`."""
