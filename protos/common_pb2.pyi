@@ -55,7 +55,9 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     """Same as INTERACTIVE."""
     PRIORITY_INTERACTIVE: _Priority.ValueType  # 1
     PRIORITY_BATCH: _Priority.ValueType  # 2
-    """Served when no interactive request waits."""
+    """Fills what interactive requests leave, and yields first. Counts as interactive once it has
+    waited, or lain in the host's memory, for 10 s.
+    """
 
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
     """Which of the two scheduling classes a request belongs to."""
@@ -64,7 +66,9 @@ PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
 """Same as INTERACTIVE."""
 PRIORITY_INTERACTIVE: Priority.ValueType  # 1
 PRIORITY_BATCH: Priority.ValueType  # 2
-"""Served when no interactive request waits."""
+"""Fills what interactive requests leave, and yields first. Counts as interactive once it has
+waited, or lain in the host's memory, for 10 s.
+"""
 Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
 class _WorkerRole:
@@ -386,7 +390,7 @@ class WorkerLoad(_message.Message):
     kv_chunks_refused: _builtins.int
     """Chunks refused by the fence: unknown or old epoch, bad checksum, bad range."""
     cached_blocks: _builtins.int
-    """Of the free blocks, those that hold a prefix which may be wanted again."""
+    """Of the free and reserved blocks, those that hold a prefix which may be wanted again."""
     prefix_blocks_asked: _builtins.int
     """Prefix cache, since the process started: full blocks that prompts asked for, those that were
     found, and those that were given up for room.

@@ -341,8 +341,9 @@ class Timings(_message.Message):
     kv_transfer_s: _builtins.float
     """Wire time of the KV hand-off as the prefill worker measured it."""
     prefill_forwards: _builtins.int
-    """Forward passes that this request was part of: N tokens cost one prefill (more only where the
-    prompt is longer than a prefill chunk) and N - 1 decode forwards.
+    """Forward passes that this answer was part of: N tokens cost one prefill (more where the prompt
+    is longer than a prefill chunk) and N - 1 decode forwards. Whenever it was computed anew, a
+    prefill took the place of a decode forward.
     """
     decode_forwards: _builtins.int
     kv_tokens_written: _builtins.int
@@ -433,7 +434,8 @@ class GetModelResponse(_message.Message):
     has_chat_template: _builtins.bool
     decode_kv_tokens: _builtins.int
     """Capacity of the largest decode and prefill worker, in tokens: a request needs
-    prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill.
+    prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill. Of n
+    answers each needs that on decode, but for the full blocks of the prompt, which they share.
     """
     prefill_kv_tokens: _builtins.int
     block_size: _builtins.int
