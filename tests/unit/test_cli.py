@@ -548,6 +548,13 @@ def test_timing_rows_of_one_token_have_no_decode_rate() -> None:
         timing_rows(Answer())
 
 
+def test_the_timings_say_how_often_an_answer_was_preempted() -> None:
+    finish = generation_pb2.Finish()
+    assert "  preempted" not in [row[0] for row in timing_rows(Answer(finish=finish))]
+    finish.timings.preemptions = 2
+    assert ("  preempted", "2 times", "for want of KV room") in timing_rows(Answer(finish=finish))
+
+
 def test_the_decode_rate_is_not_that_at_which_a_late_client_found_the_tokens() -> None:
     finish = generation_pb2.Finish(
         usage=generation_pb2.Usage(completion_tokens=3),
