@@ -89,6 +89,23 @@ def test_the_command_prints_a_line_for_each_rule(capsys: pytest.CaptureFixture[s
     assert float(expected.split()[3]) > float(strict.split()[2])
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--blocks", "0"], "--blocks must be at least 1, got 0"),
+        (["--requests", "-1"], "--requests must be at least 1, got -1"),
+        (["--risk", "1"], "--risk must be in [0, 1), got 1.0"),
+        (["--blocks", "90", "--requests", "20"], "5 of 20 requests can never fit in 1440 tokens"),
+    ],
+)
+def test_the_command_refuses_what_gives_no_figures(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert complaint in capsys.readouterr().err
+
+
 class LeaksOnCancel(DecodeWorkerSimulation):
     """Host slots of one that is cancelled while it lies swapped out."""
 
