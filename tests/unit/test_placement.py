@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from legato.cluster.actors import WorkerPlan, worker_config
+from legato.cluster.actors import WorkerActor, WorkerPlan, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.placement import ClusterFacts, place
 from legato.worker.config import WorkerConfig
@@ -113,3 +113,17 @@ def test_a_worker_is_told_what_the_service_was() -> None:
     names = {field.name for field in fields(EngineOptions)}
     assert names <= {field.name for field in fields(WorkerConfig)}
     assert all(getattr(WorkerConfig, n) == getattr(EngineOptions, n) for n in names)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "last"), [(None, "weights 100 %"), (0.5, "measuring what a step takes")]
+)
+async def test_a_starting_worker_says_what_it_does(fraction: float | None, last: str) -> None:
+    engine = EngineOptions(kv_memory_fraction=fraction)
+    placement = place(ServiceConfig(model="m", engine=engine), facts())
+    worker = worker_config("decode", WorkerPlan("m", engine, placement, spread=False))
+    actor, said = WorkerActor(), []
+    for num_read in (1, 2):
+        actor._note_progress(worker, num_read, 2)
+        said.append(await actor.loading())
+    assert said == ["weights 50 %", last]
