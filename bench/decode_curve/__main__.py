@@ -99,6 +99,7 @@ def _measure(args: argparse.Namespace) -> None:
         device=str(engine.device),
         num_threads=args.threads,
         block_size=args.block_size,
+        quick=args.quick,
     )
     _print_line("setting", asdict(setting) | {"bend": asdict(bend)})
 

@@ -26,6 +26,7 @@ class Setting:
     device: str
     num_threads: int
     block_size: int
+    quick: bool = False  # in short turns
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,9 @@ def page(
     plot: str | None,
 ) -> str:
     """The whole document; `plot` is the picture's file name."""
+    warning = "**Measured in short turns (`--quick`): to see that it works, not to be quoted.**"
+    num_rounds = points[0].rounds
+    rounds = f"Medians of {num_rounds} interleaved rounds" if num_rounds > 1 else "One round"
     picture = f"![Decode tokens/s and KV occupancy]({plot})" if plot is not None else ""
     blocks = [
         "# Decode until the KV cache is full",
@@ -122,6 +126,7 @@ def page(
             {setting.num_threads} threads; the KV pool has {bend.pool_blocks} blocks of
             {setting.block_size} tokens: {bend.pool_tokens} rows."""
         ),
+        warning if setting.quick else "",
         picture,
         "## Tokens/s against the batch",
         _paragraph(
@@ -131,8 +136,7 @@ def page(
             **{bend.batch_size} sequences fit**, and of more requests the rest waits: batch and
             tokens/s stay what they are. As many requests as offered are under way or waiting all
             the time, admitted by `reserve`: all are of one length, and there is nothing to guess.
-            Prefill is not timed. Medians of {points[0].rounds} interleaved rounds of
-            {sizes.num_steps} steps."""
+            Prefill is not timed. {rounds} of {sizes.num_steps} steps."""
         ),
         curve_table(points),
         _paragraph(

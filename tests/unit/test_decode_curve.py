@@ -320,6 +320,8 @@ def test_the_command_prints_lines_and_writes_page_and_plot(
     page = (tmp_path / "decode-curve.md").read_text()
     assert "180 // 4 = **45 sequences fit**" in " ".join(page.split())
     assert "(decode-curve.svg)" in page
+    assert "short turns (`--quick`)" in page
+    assert "Medians of 2 interleaved rounds of 20 steps" in " ".join(page.split())
     reserve, expected = (line["overload"] for line in lines[-2:])
     for row in (reserve, expected):
         cell = f"| {row['blocks_held']:.1%} | {row['rows_in_use']:.1%} | {row['mean_batch']:.1f} |"
@@ -330,6 +332,19 @@ def test_the_command_prints_lines_and_writes_page_and_plot(
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert "pool full: 180 // 4 = 45" in texts
     assert f"{expected['preemptions']} preempted" in texts
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_only_a_page_of_short_turns_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_sizes_module, "batch_sizes", lambda bend: [1])
+    words = arguments(folder, "--out", str(tmp_path), "--no-plot", "--rounds", "1")
+    words.remove("--quick")
+    assert main(words) == 0
+    page = " ".join((tmp_path / "decode-curve.md").read_text().split())
+    assert "--quick" not in page
+    assert "One round of 96 steps" in page
 
 
 def test_the_same_figures_give_the_same_picture(tmp_path: Path) -> None:
