@@ -416,14 +416,16 @@ def test_a_fork_that_is_cancelled_before_its_copy_leaves_nothing() -> None:
     assert bench.pool.references() == dict.fromkeys(blocks, 1)
 
 
-def test_finished_answers_are_recorded_and_cancelled_ones_are_not() -> None:
-    bench = Bench(8)
+def test_finished_answers_are_recorded_and_cancelled_and_broken_ones_are_not() -> None:
+    bench = Bench(16)
     bench.join(3, 6)
-    cancelled = bench.join(3, 20)
-    bench.steps(2)
-    bench.end(cancelled)
-    bench.steps(3)
-    assert bench.ledger._lengths.expected(100, 0, 0.5) == 6
+    cancelled, broken = bench.join(3, 20), bench.join(3, 20)
+    bench.steps(7)  # the record is of one answer: what came last is all that it has
+    assert cancelled.num_output_tokens == broken.num_output_tokens == 8
+    broken.finish_reason = FinishReason.BROKEN
+    for sequence in (cancelled, broken):
+        bench.end(sequence)
+        assert bench.ledger._lengths.expected(100, 0, 0.5) == 6
 
 
 def test_what_a_broken_answer_read_and_wrote_is_not_found_any_more() -> None:
