@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """2 with a message where something given is wrong; 1 where answers are not the same."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    if args.rounds is None:
+        args.rounds = 1 if args.quick else BatchSizes.num_rounds
+    if args.risk is None:
+        args.risk = [WorkerConfig.admission_risk] if args.quick else Overload.risks
     for name in ("threads", "rounds", "requests", "max_tokens", "warm_up_answers"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
@@ -70,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace) -> None:
     sizes, overload = BatchSizes(num_rounds=args.rounds), Overload()
-    overload = replace(
-        overload, warm_up_answers=args.warm_up_answers, risks=tuple(args.risk or overload.risks)
-    )
+    overload = replace(overload, warm_up_answers=args.warm_up_answers, risks=tuple(args.risk))
     if args.quick:
         sizes = replace(sizes, prompt_tokens=48, max_tokens=17, num_steps=20)
     overload.rules()  # refuses a wrong risk before anything is loaded
@@ -170,12 +172,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", default="96MiB", help="small, so that it is full soon")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="of the curve")
+    parser.add_argument("--rounds", type=int, help="of the curve; default: 3, quick: 1")
     parser.add_argument("--requests", type=int, default=128, help="of the overload")
     parser.add_argument("--max-tokens", type=int, default=256, help="of their answers")
     parser.add_argument("--warm-up-answers", type=int, default=32, help="that are not measured")
     parser.add_argument(
-        "--risk", type=float, action="append", help="of expected admission; may be repeated"
+        "--risk",
+        type=float,
+        action="append",
+        help="of expected admission; may be repeated; default: several, "
+        "quick: that of legato serve",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="short turns: to try it, not to quote")

@@ -335,6 +335,32 @@ def test_the_command_prints_lines_and_writes_page_and_plot(
 
 
 @pytest.mark.usefixtures("threads_as_before")
+@pytest.mark.parametrize(
+    ("quick", "num_turns", "risks"),
+    [(True, 1, [WorkerConfig.admission_risk]), (False, 3, list(Overload.risks))],
+)
+def test_short_turns_are_fewer_turns(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quick: bool,
+    num_turns: int,
+    risks: list[float],
+) -> None:
+    monkeypatch.setattr(batch_sizes_module, "batch_sizes", lambda bend: [1])
+    words = arguments(folder)
+    for option in ("--rounds", "--risk"):
+        place = words.index(option)
+        del words[place : place + 2]
+    if not quick:
+        words.remove("--quick")
+    assert main(words) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum("turn" in line for line in lines) == num_turns
+    assert [line["overload"]["risk"] for line in lines if "overload" in line] == [None, *risks]
+
+
+@pytest.mark.usefixtures("threads_as_before")
 def test_only_a_page_of_short_turns_says_so(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
