@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +122,7 @@ class WorkerActor:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("legato").setLevel(logging.INFO)
         config = worker_config(role, plan)
-        self._measures = config.kv_memory_fraction is not None
-        server = WorkerServer(config, on_progress=self._note_progress)
+        server = WorkerServer(config, on_progress=partial(self._note_progress, config))
         address = await server.start()
         self._server = server
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
@@ -131,9 +131,9 @@ class WorkerActor:
         """How far the start has come, in words; empty before weights are read."""
         return self._loading
 
-    def _note_progress(self, num_read: int, num_tensors: int) -> None:
+    def _note_progress(self, config: WorkerConfig, num_read: int, num_tensors: int) -> None:
         self._loading = f"weights {10 * (10 * num_read // num_tensors)} %"
-        if self._measures and num_read == num_tensors:  # it may take longer than the weights
+        if config.kv_memory_fraction is not None and num_read == num_tensors:  # may take long
             self._loading = "measuring what a step takes"
 
     async def drain(self, timeout_s: float) -> None:

@@ -180,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
         "--risk",
         type=float,
         action="append",
-        help="of expected admission; may be repeated; default: 0.3, 0.6, 0.8, quick: 0.6",
+        help="of expected admission; may be repeated; default: several, "
+        "quick: that of legato serve",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="short turns: to try it, not to quote")

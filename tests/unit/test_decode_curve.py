@@ -336,7 +336,8 @@ def test_the_command_prints_lines_and_writes_page_and_plot(
 
 @pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize(
-    ("quick", "num_turns", "risks"), [(True, 1, [None, 0.6]), (False, 3, [None, 0.3, 0.6, 0.8])]
+    ("quick", "num_turns", "risks"),
+    [(True, 1, [WorkerConfig.admission_risk]), (False, 3, list(Overload.risks))],
 )
 def test_short_turns_are_fewer_turns(
     folder: Path,
@@ -344,7 +345,7 @@ def test_short_turns_are_fewer_turns(
     capsys: pytest.CaptureFixture[str],
     quick: bool,
     num_turns: int,
-    risks: list[float | None],
+    risks: list[float],
 ) -> None:
     monkeypatch.setattr(batch_sizes_module, "batch_sizes", lambda bend: [1])
     words = arguments(folder)
@@ -356,7 +357,7 @@ def test_short_turns_are_fewer_turns(
     assert main(words) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum("turn" in line for line in lines) == num_turns
-    assert [line["overload"]["risk"] for line in lines if "overload" in line] == risks
+    assert [line["overload"]["risk"] for line in lines if "overload" in line] == [None, *risks]
 
 
 @pytest.mark.usefixtures("threads_as_before")

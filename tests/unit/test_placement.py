@@ -121,26 +121,12 @@ def test_a_worker_is_told_what_the_service_was() -> None:
 @pytest.mark.parametrize(
     ("fraction", "last"), [(None, "weights 100 %"), (0.5, "measuring what a step takes")]
 )
-async def test_a_starting_worker_says_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, fraction: float | None, last: str
-) -> None:
-    said: list[str] = []
-
-    class Starting:
-        worker_id = "decode-1"
-
-        def __init__(self, _: WorkerConfig, *, on_progress: Callable[[int, int], None]) -> None:
-            self.on_progress = on_progress
-
-        async def start(self) -> str:
-            for num_read in (1, 2):
-                self.on_progress(num_read, 2)
-                said.append(await actor.loading())
-            return "127.0.0.1:1"
-
-    monkeypatch.setattr("legato.worker.server.WorkerServer", Starting)
+async def test_a_starting_worker_says_what_it_does(fraction: float | None, last: str) -> None:
     engine = EngineOptions(kv_memory_fraction=fraction)
     placement = place(ServiceConfig(model="m", engine=engine), facts())
-    actor = WorkerActor()
-    await actor.start("decode", WorkerPlan("m", engine, placement, spread=False))
+    worker = worker_config("decode", WorkerPlan("m", engine, placement, spread=False))
+    actor, said = WorkerActor(), []
+    for num_read in (1, 2):
+        actor._note_progress(worker, num_read, 2)
+        said.append(await actor.loading())
     assert said == ["weights 50 %", last]
