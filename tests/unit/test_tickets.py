@@ -26,7 +26,7 @@ def test_refused_reservations_promise_nothing_and_say_the_numbers() -> None:
     room = TicketRoom.of(4)
     with pytest.raises(NeverFitsError, match=r"17 rows of KV need 5 blocks of 4 .* 4 in all"):
         room.reserve(ticket_request(2, max_tokens=16))
-    with pytest.raises(NeverFitsError, match=r"10 rows .* 3 answers\) need 5 blocks of 4"):
+    with pytest.raises(NeverFitsError, match=r"10 rows .* 3 answers need 5 blocks of 4"):
         room.reserve(ticket_request(9, num_answers=3))
     room.reserve(ticket_request(10))
     with pytest.raises(NoRoomNowError, match="2 blocks are needed now; 1 are available"):
