@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -9,9 +9,6 @@ from legato.cluster.actors import WorkerActor, WorkerPlan, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.placement import ClusterFacts, place
 from legato.worker.config import WorkerConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def facts(**overrides: Any) -> ClusterFacts:  # noqa: ANN401  # fields of ClusterFacts
