@@ -81,6 +81,7 @@ class Router:
         try:
             await self.reads.wait()
             self.told.append(event)
+            await asyncio.sleep(0)  # as gRPC, which takes its time
         finally:
             self.writing -= 1
 
@@ -183,6 +184,49 @@ async def test_tokens_that_a_slow_reader_has_not_taken_come_before_the_error() -
             await scene.run
         (event,) = scene.router.told
         assert [t.token_id for t in event.tokens.tokens] == [41, 42]
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+async def test_what_a_slow_reader_left_comes_in_messages_that_grpc_takes(preempted: bool) -> None:
+    top = tuple((2**31 - 1 - i, -1.5 * i) for i in range(20))
+    async with calling(1) as scene:
+        scene.router.reads.clear()
+        scene.tell(0, JoinedEvent())
+        await scene.calm()
+        reason = None if preempted else FinishReason.LENGTH
+        for i in range(1, 20_001):
+            sampled = Sampled(2**31 - 1, -1.5, top)
+            end = reason if i == 20_000 else None
+            scene.tell(0, TokenEvent(sampled, i, end, i, 0.5, 0.0))
+        if preempted:
+            scene.tell(0, PreemptedEvent(1))
+        scene.router.reads.set()
+        await scene.run
+        sizes = [event.ByteSize() for event in scene.router.told]
+        assert 100_000 < max(sizes) < 1_000_000
+        told = [e.tokens for e in scene.router.told if e.HasField("tokens")]
+        assert [t.index for tokens in told for t in tokens.tokens] == list(range(1, 20_001))
+        assert [t.finished for t in told] == [False] * (len(told) - 1) + [not preempted]
+        assert [t.decode_forwards for t in told] == [t.tokens[-1].index for t in told]
+        assert scene.router.kinds()[-1] == ("preempted" if preempted else "tokens")
+
+
+async def test_one_that_is_stopped_tells_no_more_of_what_waits() -> None:
+    async with calling(2) as scene:
+        scene.router.reads.clear()
+        scene.tell(0, JoinedEvent())
+        await scene.calm()
+        scene.tell(0, *(token(i) for i in range(1, 5000)))
+        scene.router.reads.set()
+        while len(scene.router.told) < 2:  # noqa: ASYNC110  # it sets no event
+            await asyncio.sleep(0)
+        scene.router.reads.clear()
+        scene.router.stop(0)
+        await scene.calm()
+        scene.router.reads.set()
+        await scene.calm()
+        assert len(scene.router.told) <= 4, "what was being written, and no more"
+        assert not scene.run.done()
 
 
 async def test_one_broken_answer_ends_the_call_after_what_is_being_written() -> None:

@@ -15,7 +15,7 @@ from legato.worker.services.errors import CallError, invalid, no_usable_logits
 from legato.worker.services.messages import tokens_message
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
     from collections.abc import Sequence as SequenceOf
     from typing import Any
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # ends: who writes to a call that is over, gRPC keeps from reading what came before its end. The
 # router ends the call as soon as it has read that, so the time is hardly ever used up.
 LAST_STOP_S = 1.0
+# What waits for a slow reader is any number of tokens, and gRPC takes messages of 4 MiB: a token
+# with all its logprobs is below 400 bytes, here and in what the router makes of it.
+MAX_TOKENS_A_MESSAGE = 1024
 
 
 @dataclass(eq=False)
@@ -160,9 +163,9 @@ class DecodeCall:
             if ends:
                 self._leave_engine(answer)  # its blocks do not wait for a slow reader
             async with self._turn:
-                if stream.stopped:
-                    return
                 for message in self._messages(answer, events):
+                    if stream.stopped:
+                        return
                     await self._write(message)
             if isinstance(last, BrokenEvent):
                 raise no_usable_logits(last)
@@ -172,20 +175,20 @@ class DecodeCall:
 
     def _messages(
         self, answer: int, events: SequenceOf[EngineEvent]
-    ) -> list[worker_pb2.DecodeEvent]:
-        messages = []
+    ) -> Iterator[worker_pb2.DecodeEvent]:
         # Before all else, as the protocol says: also where one leaves that was in no batch yet.
         if not self._joined and isinstance(events[0], JoinedEvent | PreemptedEvent):
             self._joined = True
-            messages.append(worker_pb2.DecodeEvent(joined=worker_pb2.Joined()))
-        if tokens := [event for event in events if isinstance(event, TokenEvent)]:
-            messages.append(worker_pb2.DecodeEvent(tokens=tokens_message(answer, tokens)))
+            yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        for start in range(0, len(tokens), MAX_TOKENS_A_MESSAGE):
+            part = tokens[start : start + MAX_TOKENS_A_MESSAGE]
+            yield worker_pb2.DecodeEvent(tokens=tokens_message(answer, part))
         if isinstance(events[-1], PreemptedEvent):
             preempted = worker_pb2.Preempted(
                 answer=answer, num_preemptions=events[-1].num_preemptions
             )
-            messages.append(worker_pb2.DecodeEvent(preempted=preempted))
-        return messages
+            yield worker_pb2.DecodeEvent(preempted=preempted)
 
     # How it ends.
 
