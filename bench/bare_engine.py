@@ -18,13 +18,16 @@ from legato.bench.model_cost import ModelCost
 from legato.bench.workload import RequestTimes
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
+from legato.worker.kv_budget import KvBudget
 from legato.worker.lifecycle import Lifecycle
 from legato.worker.loading import load_model
 from legato.worker.model_runner import ModelRunner
 from legato.worker.node import WorkerNode
 from legato.worker.sampler import SamplingRow, launch_sample, sample
 from legato.worker.sampling_params import SamplingParams
-from legato.worker.scheduling.decode import DecodeScheduler
+from legato.worker.scheduling.capacity import CapacityLedger
+from legato.worker.scheduling.capacity_decode import CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule, Newcomer
 from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.sequence import Sequence
 
@@ -94,6 +97,7 @@ class BareEngine:
             node = WorkerNode.build(
                 config,
                 loaded,
+                KvBudget.of(config, loaded),
                 lifecycle=Lifecycle(),
                 sample=launch_sample,
                 loop=loop,
@@ -120,7 +124,8 @@ class BareEngine:
         self._check(max(map(len, prompts)) + max_tokens, num_at_once)
         size = self._cache.shape.block_size
         prefill = PrefillScheduler(self._pool, size, self._chunk_tokens)
-        decode = DecodeScheduler(size, num_at_once)
+        ledger = CapacityLedger(self._pool, size, AdmissionRule(AdmissionMode.RESERVE))
+        decode = CapacityScheduler(self._pool, ledger, num_at_once)
         waiting = deque(prompts)
         requests: list[_Request] = []
         under_way: dict[Sequence, _Request] = {}
@@ -131,15 +136,15 @@ class BareEngine:
                 requests.append(_Request(time.perf_counter()))
                 under_way[sequence] = requests[-1]
                 prefill.add(sequence)
-            if (step := prefill.schedule()) is not None:
+            if (step := prefill.schedule(time.monotonic())) is not None:
                 prefilled, seconds = self._step(step, prefill, under_way)
                 steps.append(StepTime(seconds, len(step.parts), 0, self._prefill_ops(step)))
                 for sequence in prefilled:
-                    joining = self._with_room(sequence)
+                    joining = self._with_room(sequence, ledger)
                     under_way[joining] = under_way.pop(sequence)
                     decode.add(joining)
                 continue
-            step = decode.schedule()
+            step = decode.schedule(time.monotonic())
             assert step is not None, "requests are under way, but nothing can run"
             _, seconds = self._step(step, decode, under_way)
             rows = [part.sequence.num_computed for part in step.parts]
@@ -163,6 +168,7 @@ class BareEngine:
             sample(logits, [SamplingRow.of(sequence) for sequence in sampling]) if sampling else []
         )
         scheduler.commit(step)
+        scheduler.settle(step)
         now_s = time.perf_counter()
         going_on = []
         for sequence, token in zip(sampling, sampled, strict=True):
@@ -189,22 +195,24 @@ class BareEngine:
             for end, part in spans
         )
 
-    def _with_room(self, prefilled: Sequence) -> Sequence:
-        """The same request for decode, in the same blocks and those its answer will need."""
+    def _with_room(self, prefilled: Sequence, ledger: CapacityLedger) -> Sequence:
+        """The same request for decode, in the same blocks, and with a claim on those to come."""
         assert prefilled.lease is not None, "prefilled without blocks"
+        rows, max_tokens = prefilled.num_computed, prefilled.params.max_tokens
         blocks = prefilled.lease.blocks
-        context = prefilled.num_prompt_tokens + prefilled.params.max_tokens
-        needed = blocks_for(context, self._cache.shape.block_size)
-        more = self._pool.allocate(needed - len(blocks))
-        assert more is not None, "the cache was checked to hold all that are under way"
+        # What is freed last goes out first, in the same order: the rows stay where they are.
+        prefilled.lease.release()
+        [claim] = ledger.admit(Newcomer(rows, rows + max_tokens - 1, max_tokens))
+        bound, _ = ledger.bind(claim)
+        assert bound[: len(blocks)] == blocks, "the pool has dealt the prompt's blocks anew"
         return Sequence(
             prefilled.token_ids,
             prefilled.num_prompt_tokens,
             prefilled.params,
             prefilled.eos_token_ids,
-            num_computed=prefilled.num_computed,
-            # The old lease is never released: the new one owns its blocks.
-            lease=BlockLease(self._pool, blocks + more),
+            num_computed=rows,
+            lease=BlockLease(self._pool, bound),
+            claim=claim,
         )
 
     def _check(self, context_tokens: int, num_at_once: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from legato.bench.bare_engine import BareEngine
-from legato.bench.limits import measure_limits
+from legato.bench.limits import best_of, measure_limits
 from legato.bench.workload import WORKLOADS, summarise
 from legato.worker.byte_size import parse_byte_size
 from legato.worker.config import WorkerConfig
@@ -108,9 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = BareEngine(config)
         for name in args.workload or DEFAULT_WORKLOADS:
             workload = WORKLOADS[name]
+            # On both sides of each workload: they change within minutes.
+            before = measure_limits(args.threads, engine.device)
             run = _runs(engine, workload, args.repeat)
-            # Beside each workload, not once: they change within minutes.
-            limits = measure_limits(args.threads, engine.device)
+            after = measure_limits(args.threads, engine.device)
+            limits = best_of(before, after)
             dtype_name = str(engine.dtype).removeprefix("torch.")
             line = {
                 "workload": asdict(workload),
@@ -125,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ),
                 "cost": asdict(engine.cost),
                 "limits": asdict(limits),
+                "limits_before_and_after": [asdict(before), asdict(after)],
             }
             print(json.dumps(line), flush=True)
     except ValueError as error:

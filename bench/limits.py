@@ -45,6 +45,24 @@ class Limits:
     matmul_ops_per_s: dict[str, Rate | None]  # by dtype; None: this torch or device has none
 
 
+def best_of(first: Limits, second: Limits) -> Limits:
+    """The better of each rate: of what was measured before and after a run."""
+    return Limits(
+        num_threads=first.num_threads,
+        read_bytes_per_s=_better(first.read_bytes_per_s, second.read_bytes_per_s),
+        matmul_ops_per_s={
+            name: None if rate is None or other is None else _better(rate, other)
+            for (name, rate), other in zip(
+                first.matmul_ops_per_s.items(), second.matmul_ops_per_s.values(), strict=True
+            )
+        },
+    )
+
+
+def _better(first: Rate, second: Rate) -> Rate:
+    return Rate(max(first.best, second.best), max(first.median, second.median))
+
+
 def measure_limits(
     num_threads: int,
     device: torch.device | None = None,

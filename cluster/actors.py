@@ -7,10 +7,12 @@ controller owns the workers. Ray ends what an ended process owned, so nothing ou
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from legato.cluster.config import EngineOptions, RouterOptions
     from legato.cluster.control_plane import Role, WorkerEndpoint
     from legato.cluster.pool import ControllerOptions
+    from legato.worker.config import WorkerConfig
 
 CALL_TIMEOUT_S = 5.0  # of one small call between actors
 PUBLISH_TIMEOUT_S = 60.0  # the router may still be reading its tokenizer
@@ -68,12 +71,42 @@ class _Process:
     created_s: float
 
 
+def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
+    """What one worker is told, on the machine where it runs."""
+    from legato.worker.config import WorkerConfig
+
+    engine, place = plan.engine, plan.placement
+    fraction = engine.kv_memory_fraction
+    return WorkerConfig(
+        model=plan.model,
+        role=role,
+        host=place.host or _node_address(),
+        device=place.device,
+        dtype=engine.dtype,
+        kv_cache=engine.kv_cache,
+        deterministic=engine.deterministic,
+        weights=engine.weights,
+        kv_memory_bytes=engine.kv_memory_bytes,
+        kv_memory_fraction=None if fraction is None else fraction / place.sharers,
+        swap_memory_bytes=engine.swap_memory_bytes,
+        admission=engine.admission,
+        admission_risk=engine.admission_risk,
+        block_size=engine.block_size,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache=engine.prefix_cache,
+        max_batch_size=engine.max_batch_size,
+        context_length=engine.context_length,
+        num_threads=place.num_threads,
+    )
+
+
 class WorkerActor:
     """Hosts one WorkerServer in the actor's event loop."""
 
     def __init__(self) -> None:
         self._server: Any = None
         self._loading = ""
+        self._measures = False
 
     async def placed(self) -> _Process:
         """Answers as soon as Ray has found a place."""
@@ -83,40 +116,25 @@ class WorkerActor:
     async def start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
         """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
         # Here, not above: the router's and the controller's processes need no torch.
-        from legato.worker.config import WorkerConfig
         from legato.worker.server import WorkerServer
 
-        engine, place = plan.engine, plan.placement
-        server = WorkerServer(
-            WorkerConfig(
-                model=plan.model,
-                role=role,
-                host=place.host or _node_address(),
-                device=place.device,
-                dtype=engine.dtype,
-                kv_cache=engine.kv_cache,
-                deterministic=engine.deterministic,
-                weights=engine.weights,
-                kv_memory_bytes=engine.kv_memory_bytes,
-                block_size=engine.block_size,
-                prefill_chunk_tokens=engine.prefill_chunk_tokens,
-                prefix_cache=engine.prefix_cache,
-                max_batch_size=engine.max_batch_size,
-                context_length=engine.context_length,
-                num_threads=place.num_threads,
-            ),
-            on_progress=self._note_progress,
-        )
+        # For what workers say at their start, in Ray's folder of logs.
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("legato").setLevel(logging.INFO)
+        config = worker_config(role, plan)
+        server = WorkerServer(config, on_progress=partial(self._note_progress, config))
         address = await server.start()
         self._server = server
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
 
     async def loading(self) -> str:
-        """How far the weights are read, in words; empty before that begins."""
+        """How far the start has come, in words; empty before weights are read."""
         return self._loading
 
-    def _note_progress(self, num_read: int, num_tensors: int) -> None:
+    def _note_progress(self, config: WorkerConfig, num_read: int, num_tensors: int) -> None:
         self._loading = f"weights {10 * (10 * num_read // num_tensors)} %"
+        if config.kv_memory_fraction is not None and num_read == num_tensors:  # may take long
+            self._loading = "measuring what a step takes"
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work; returns when there is none left, or at the timeout."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,6 +14,7 @@ from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.policies import (
     Demand,
     WorkerSnapshot,
+    counts_as_batch,
     may_pass,
     pick_decode,
     pick_prefill,
@@ -33,11 +35,19 @@ if TYPE_CHECKING:
 class Placement:
     """The workers of one attempt, with the attempt's share of each."""
 
+    demand: Demand  # as it stood then: a batch request that had waited long is none any more
     prefill: WorkerView
     prefill_share: PrefillShare
     decode: WorkerView | None
     decode_share: DecodeShare | None
+    settle: Callable[[], None]  # the decode worker is asked no more, see `granted`
     wake: Callable[[], None]
+
+    def granted(self) -> None:
+        """The decode worker gave a ticket."""
+        if self.decode_share is not None:
+            self.decode_share.granted()
+        self.settle()
 
     def computed(self) -> None:
         """Prefill gave the first token: the next prompt may go there."""
@@ -51,6 +61,7 @@ class Placement:
 
     def release(self) -> None:
         """Gives back what is still held of both workers. Idempotent."""
+        self.settle()
         self.prefill_share.release()
         if self.decode_share is not None:
             self.decode_share.release()
@@ -58,14 +69,19 @@ class Placement:
 
 
 class Entry:
-    """One request's place in the queue; it keeps it over all its attempts."""
+    """One answer's place in the queue; it keeps it over all its attempts.
+
+    Answers that are served together wait in the first one's place.
+    """
 
     def __init__(self, arrival: int, now: float) -> None:
-        self.arrival = arrival
+        self.arrival = arrival  # by requests, then by answers
         self.arrived_at = now
         self.waiting_since = now  # of the present wait
         self.demand = Demand(prefill_tokens=0, decode_tokens=0)
         self.placed: asyncio.Future[Placement] | None = None
+        self.asking: str | None = None  # the decode worker that has yet to grant its ticket
+        self.has_asked = False  # it comes back to the queue, and stands before others there
         self.kept_free: dict[Role, str] = {}  # workers that drain for it, once it is overdue
 
 
@@ -74,6 +90,10 @@ class Admission:
 
     `dispatch` is synchronous and runs whenever something changed, so that no two decisions can
     see the same room. Nothing waits for ever: see `_refuse_hopeless`.
+
+    A small request passes a blocked big one until that one is overdue. From then on one worker is
+    closed to all behind it, also while it asks there for a ticket, which may still be refused:
+    the worker alone knows what its answers are expected to grow to.
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class Admission:
         self._pool = pool
         self._now = now
         self._waiting: list[Entry] = []
+        self._asking: list[Entry] = []  # placed, and without the ticket that they need
         self._arrivals = 0
         self._dispatch_due = False
         self._last_start_at = now()
@@ -97,16 +118,16 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
-    def enter(self) -> Entry:
-        """A request arrives."""
-        self._arrivals += 1
-        return Entry(self._arrivals, self._now())
+    def enter(self, num_answers: int) -> list[Entry]:
+        """A request arrives: a place for each of its answers."""
+        first, now = self._arrivals + 1, self._now()
+        self._arrivals += num_answers
+        return [Entry(first + index, now) for index in range(num_answers)]
 
     async def place(self, entry: Entry, demand: Demand, *, first: bool) -> Placement:
         """Waits until workers have room for `demand`; the caller releases the placement.
 
-        `first` is false where the request was in the queue before and returns to its old place:
-        then the queue's bounds do not apply.
+        `first` is false where work on the request has begun: then the queue's bounds do not apply.
 
         Raises:
             RequestError: RESOURCE_EXHAUSTED, the queue is full; UNAVAILABLE, no worker can take it.
@@ -145,38 +166,58 @@ class Admission:
         if not self._waiting:
             return
         now = self._now()
-        self._waiting.sort(
-            key=lambda e: queue_rank(
-                batch=e.demand.batch, waited_s=now - e.arrived_at, arrival=e.arrival
-            )
-        )
         self._refuse_hopeless(now)
-        prefills = {v.worker_id: v.snapshot() for v in self._pool.placeable("prefill")}
-        decodes = {v.worker_id: v.snapshot() for v in self._pool.placeable("decode")}
+        prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
+        decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
         smallest_blocked: Demand | None = None
-        for entry in tuple(self._waiting):
+        for entry in self._in_order(now):
             if not any(w.free_blocks for w in prefills.values()):
                 break  # nobody can start
-            if entry.placed is None or entry.placed.done():
-                continue
             demand = entry.demand
-            if smallest_blocked is not None and not may_pass(smallest_blocked, demand):
+            overdue = now - entry.arrived_at >= self._options.max_passed_over_s
+            if entry.placed is None or entry.placed.done():
+                if overdue and entry.asking is not None:
+                    _close_kept(entry, decodes)
+                continue
+            passes = smallest_blocked is None or may_pass(smallest_blocked, demand)
+            if not passes and not overdue:
                 continue
             prefill = pick_prefill(demand, prefills.values())
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
-            if prefill is not None and (decode is not None or not demand.decode_tokens):
+            fits = prefill is not None and (decode is not None or not demand.decode_tokens)
+            if prefill is not None and fits and passes:
                 self._start(entry, prefill, decode, now)
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
                     view = self._pool.view(picked.worker_id) if picked is not None else None
                     if view is not None:
-                        snapshots[view.worker_id] = view.snapshot()
-            elif now - entry.arrived_at < self._options.max_passed_over_s:
-                smallest_blocked = _smaller(smallest_blocked, demand)
+                        snapshots[view.worker_id] = self._snapshot(view)
+                if overdue and decode is not None:
+                    _close_kept(entry, decodes)
+            elif overdue:
+                # Also where it has room and only may not pass a younger, interactive one.
+                if prefill is None or not demand.decode_tokens:
+                    self._keep_free(entry, "prefill", prefills)
+                if demand.decode_tokens and (decode is None or fits):
+                    self._keep_free(entry, "decode", decodes)
             else:
-                if prefill is None:
-                    self._keep_free(entry, "prefill", demand.prefill_tokens, prefills)
-                if decode is None and demand.decode_tokens:
-                    self._keep_free(entry, "decode", demand.decode_tokens, decodes)
+                smallest_blocked = _smaller(smallest_blocked, demand)
+
+    def _snapshot(self, view: WorkerView) -> WorkerSnapshot:
+        asking = tuple(e.demand for e in self._asking if e.asking == view.worker_id)
+        return replace(view.snapshot(), asking=asking)
+
+    def _in_order(self, now: float) -> list[Entry]:
+        """Those that wait, and those that may be sent back to wait."""
+        for entry in self._waiting:
+            waited_s = now - entry.arrived_at
+            batch = counts_as_batch(batch=entry.demand.batch, waited_s=waited_s)
+            entry.demand = replace(entry.demand, batch=batch)
+        return sorted(
+            (*self._waiting, *self._asking),
+            key=lambda e: queue_rank(
+                batch=e.demand.batch, waited_s=now - e.arrived_at, arrival=e.arrival
+            ),
+        )
 
     def _start(
         self, entry: Entry, prefill: WorkerSnapshot, decode: WorkerSnapshot | None, now: float
@@ -188,44 +229,52 @@ class Admission:
         self._start_interval_s += 0.1 * (now - self._last_start_at - self._start_interval_s)
         self._last_start_at = now
         self._waiting.remove(entry)
+        if decode is not None:
+            entry.asking, entry.has_asked = decode.worker_id, True
+            self._asking.append(entry)
         entry.placed.set_result(
             Placement(
+                demand=entry.demand,
                 prefill=prefill_view,
-                prefill_share=PrefillShare(prefill_view, entry.demand.prefill_tokens),
+                prefill_share=PrefillShare(prefill_view, entry.demand),
                 decode=decode_view,
-                decode_share=DecodeShare(decode_view, entry.demand.decode_tokens)
+                decode_share=DecodeShare(decode_view, entry.demand)
                 if decode_view is not None
                 else None,
+                settle=partial(self._settle, entry),
                 wake=self.wake,
             )
         )
 
-    def _keep_free(
-        self, entry: Entry, role: Role, num_tokens: int, open_workers: dict[str, WorkerSnapshot]
-    ) -> None:
+    def _settle(self, entry: Entry) -> None:
+        """The entry's ticket is granted, or it does not ask for one any more. Idempotent."""
+        if entry.asking is not None:
+            entry.asking = None
+            self._asking.remove(entry)
+            self.wake()
+
+    def _keep_free(self, entry: Entry, role: Role, open_workers: dict[str, WorkerSnapshot]) -> None:
         """Closes one worker to everybody behind an overdue request; always the same one."""
         kept = open_workers.get(entry.kept_free.get(role, ""))
         if kept is None:
-            kept = pick_to_drain(num_tokens, open_workers.values())
+            kept = pick_to_drain(entry.demand, open_workers.values())
         if kept is not None:
             entry.kept_free[role] = kept.worker_id
             del open_workers[kept.worker_id]
 
     def _refuse_hopeless(self, now: float) -> None:
         """Fails what no present worker can ever hold, and what waited too long for any worker."""
-        for role in ("prefill", "decode"):
-            capacity = max((v.capacity_tokens for v in self._pool.placeable(role)), default=None)
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        for role in roles:
+            workers = [v.snapshot() for v in self._pool.placeable(role)]
             empty_since = self._pool.empty_since[role]
             for entry in tuple(self._waiting):
-                is_prefill = role == "prefill"
-                need = entry.demand.prefill_tokens if is_prefill else entry.demand.decode_tokens
-                if need == 0 or entry.placed is None or entry.placed.done():
+                if role == "decode" and not entry.demand.decode_tokens:
                     continue
-                if capacity is not None and need > capacity:
-                    error = unavailable(
-                        f"no {role} worker can hold this request: it needs {need} KV tokens, "
-                        f"the largest {role} worker now holds {capacity}"
-                    )
+                if entry.placed is None or entry.placed.done():
+                    continue
+                if workers and not any(w.can_ever_hold(entry.demand) for w in workers):
+                    error = unavailable(_hopeless(entry.demand, workers))
                 elif empty_since is not None and (
                     now - max(empty_since, entry.waiting_since) >= self._options.worker_wait_s
                 ):
@@ -239,7 +288,12 @@ class Admission:
                 entry.placed.set_exception(error)
 
     def _check_bounds(self, entry: Entry) -> None:
-        others = [e for e in self._waiting if e is not entry]
+        """One that comes back is refused only where those before it fill the queue."""
+        others = [
+            e
+            for e in self._waiting
+            if e is not entry and (not entry.has_asked or e.arrival < entry.arrival)
+        ]
         tokens = sum(e.demand.prefill_tokens for e in others) + entry.demand.prefill_tokens
         if len(others) >= self._options.max_queued_requests:
             limit = f"{len(others)} requests wait (limit {self._options.max_queued_requests})"
@@ -263,8 +317,28 @@ def _smaller(blocked: Demand | None, demand: Demand) -> Demand:
     """The least of both needs: who asks for less than this asks for less than each blocked one."""
     if blocked is None:
         return demand
-    return replace(
-        blocked,
+    return Demand(
         prefill_tokens=min(blocked.prefill_tokens, demand.prefill_tokens),
-        decode_tokens=min(blocked.decode_tokens, demand.decode_tokens),
+        decode_tokens=min(blocked.all_decode_tokens, demand.all_decode_tokens),
+    )
+
+
+def _close_kept(entry: Entry, decodes: dict[str, WorkerSnapshot]) -> None:
+    """Of an overdue request that asks for a ticket: it may be refused, and must find no less room
+    than there is now.
+    """
+    for worker_id in (entry.asking, entry.kept_free.get("decode")):
+        if worker_id is not None:
+            decodes.pop(worker_id, None)
+
+
+def _hopeless(demand: Demand, workers: list[WorkerSnapshot]) -> str:
+    largest = max(workers, key=lambda w: w.total_blocks * w.block_size)
+    need = demand.prefill_tokens if largest.role == "prefill" else demand.decode_tokens
+    each = ""
+    if largest.role == "decode" and demand.num_answers > 1:
+        each = f" for each of its {demand.num_answers} answers"
+    return (
+        f"no {largest.role} worker can hold this request: it needs {need} KV tokens{each}, "
+        f"the largest {largest.role} worker now holds {largest.total_blocks * largest.block_size}"
     )

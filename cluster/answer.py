@@ -67,6 +67,12 @@ class Answer:
         self._text = text
         self.token_ids: list[int] = []
         self.stopped_by: str | None = None
+        self._next = 0  # the index of the token that comes next
+
+    def begin(self, num_replayed: int) -> None:
+        """An attempt begins that knows of so many first tokens: those behind them come again."""
+        assert num_replayed <= len(self.token_ids), "more than there are"
+        self._next = num_replayed
 
     @property
     def num_left(self) -> int:
@@ -78,17 +84,21 @@ class Answer:
     ) -> generation_pb2.Delta:
         """The delta that the next tokens make; with `finished`, all text that is held back too.
 
+        Tokens that come again are no part of it.
+
         Raises:
-            WorkerFaultError: a token is not the next one, or one too many.
+            WorkerFaultError: a token is not the next one, one too many, or another than before.
         """
-        offset = len(self.token_ids)
-        for index, token in enumerate(tokens, start=offset):
+        for index, token in enumerate(tokens, start=self._next):
             if token.index != index:
                 raise WorkerFaultError(f"token {token.index} came where {index} was expected")
-        if len(tokens) > self.num_left:
+        if self._next + len(tokens) > self._spec.max_tokens:
             raise WorkerFaultError(
-                f"{len(tokens)} tokens came where at most {self.num_left} were left"
+                f"{len(tokens)} tokens came where at most {self._spec.max_tokens - self._next} "
+                f"were left"
             )
+        tokens = self._without_known(tokens, finished=finished)
+        offset = len(self.token_ids)
         ids = [token.token_id for token in tokens]
         text = self._text.push(ids)
         if text.stop is not None:
@@ -101,3 +111,20 @@ class Answer:
             delta.text += self._text.finish()
         self.stopped_by = self._text.stop
         return delta
+
+    def _without_known(
+        self, tokens: Sequence[worker_pb2.SampledToken], *, finished: bool
+    ) -> Sequence[worker_pb2.SampledToken]:
+        """Those that are new."""
+        known = self.token_ids[self._next : self._next + len(tokens)]
+        for token, before in zip(tokens, known, strict=False):
+            if token.token_id != before:
+                raise WorkerFaultError(
+                    f"token {token.index} is {token.token_id} where it was {before} before"
+                )
+        self._next += len(tokens)
+        if finished and self._next < len(self.token_ids):
+            raise WorkerFaultError(
+                f"the answer ended after {self._next} tokens where it went on before"
+            )
+        return tokens[len(known) :]

@@ -26,13 +26,17 @@ CHANNEL_OPTIONS = (
 
 
 def chat_request(
-    user: str, *, system: str | None = None, sampling: common_pb2.SamplingParams | None = None
+    user: str,
+    *,
+    system: str | None = None,
+    sampling: common_pb2.SamplingParams | None = None,
+    n: int | None = None,
 ) -> pb.GenerateRequest:
-    """A chat of one turn."""
+    """A chat of one turn, to be answered `n` times (once by default)."""
     messages = [pb.ChatMessage(role="user", content=user)]
     if system is not None:
         messages.insert(0, pb.ChatMessage(role="system", content=system))
-    return pb.GenerateRequest(messages=pb.ChatMessages(messages=messages), sampling=sampling)
+    return pb.GenerateRequest(messages=pb.ChatMessages(messages=messages), sampling=sampling, n=n)
 
 
 def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
@@ -78,7 +82,9 @@ class Client:
     def generate(
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None
     ) -> Iterator[pb.GenerateResponse]:
-        """Deltas, then one finish. Closing the iterator cancels the request."""
+        """Deltas, then one finish, of each answer; `index` says which. Closing the iterator
+        cancels the request.
+        """
         call = self._generation.Generate(request, timeout=timeout_s)
         try:
             yield from call
@@ -146,7 +152,9 @@ class AsyncClient:
     async def generate(
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Deltas, then one finish. `aclose()` on the iterator cancels the request."""
+        """Deltas, then one finish, of each answer; `index` says which. `aclose()` on the iterator
+        cancels the request.
+        """
         call = self._generation.Generate(request, timeout=timeout_s)
         try:
             async for response in call:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+Admission = Literal["expected", "reserve"]
 # As `legato.worker.config.WEIGHTS`, which says what they are.
 WEIGHTS = (
     "auto",
@@ -27,6 +29,11 @@ class EngineOptions:
     deterministic: bool = False
     weights: str = "auto"
     kv_memory_bytes: int = 1 << 30
+    # Of the workers on one machine or GPU together: each takes its equal part.
+    kv_memory_fraction: float | None = None
+    swap_memory_bytes: int | None = None
+    admission: Admission = "expected"
+    admission_risk: float = 0.7
     block_size: int = 16
     prefill_chunk_tokens: int = 2048
     prefix_cache: bool = True

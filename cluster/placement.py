@@ -30,6 +30,7 @@ class WorkerPlacement:
     cpus: float
     gpus: float
     num_threads: int
+    sharers: int  # workers that share the memory of one machine or GPU, itself included
 
 
 def place(config: ServiceConfig, facts: ClusterFacts) -> WorkerPlacement:
@@ -54,6 +55,7 @@ def place(config: ServiceConfig, facts: ClusterFacts) -> WorkerPlacement:
         cpus=cpus,
         gpus=gpus,
         num_threads=_num_threads(config, facts, cpus, num_workers),
+        sharers=_sharers(facts, device, gpus, num_workers),
     )
 
 
@@ -91,3 +93,9 @@ def _num_threads(config: ServiceConfig, facts: ClusterFacts, cpus: float, num_wo
     if cpus > 1:
         return int(cpus)  # what Ray has set aside for it
     return max(1, facts.num_cores // num_workers)
+
+
+def _sharers(facts: ClusterFacts, device: str, gpus: float, num_workers: int) -> int:
+    if device.startswith("cuda") and gpus > 0:
+        return max(1, int(1 / gpus + 1e-9))  # as many as Ray puts on one GPU
+    return -(-num_workers // max(1, facts.num_nodes))  # Ray spreads them

@@ -8,47 +8,105 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from legato.cluster.control_plane import Role
+
 # Prompt tokens that may lie uncomputed at one prefill worker: two chunks of the default size keep
 # it busy, and what waits longer waits in the router's queue, where it can still be dropped,
 # reordered or sent elsewhere.
 PREFILL_BACKLOG_TOKENS = 4096
-# A batch request that has waited this long takes its place by arrival among the interactive ones,
-# so that a steady stream of those cannot keep it out for ever.
+# A batch request that has waited this long counts as interactive from then on, here and on the
+# workers, so that a steady stream of those cannot keep it out for ever.
 BATCH_AGEING_S = 10.0
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one attempt at a request needs."""
+    """What one attempt needs: at one answer, or at all answers to a prompt together."""
 
-    prefill_tokens: int  # prompt, and what was emitted so far when the request is moved
-    decode_tokens: int  # rows of KV at the end; 0 where the answer ends in prefill
+    prefill_tokens: int  # prompt, and what was emitted so far where an answer goes on elsewhere
+    decode_tokens: int  # rows of KV of each answer at its end; 0 where they end in prefill
+    num_answers: int = 1  # they share the full blocks of the prompt
     batch: bool = False
     avoid: frozenset[str] = frozenset()  # ids of workers that failed it: chosen only without others
+
+    @property
+    def all_decode_tokens(self) -> int:
+        """Of all answers, as if they shared nothing."""
+        return self.decode_tokens * self.num_answers
 
 
 @dataclass(frozen=True)
 class WorkerSnapshot:
-    """One placeable worker: its capacity, and what the router has given out of it."""
+    """One placeable worker: its capacity, and what is left of it as far as the router knows."""
 
     worker_id: str
+    role: Role
     block_size: int
     total_blocks: int
     free_blocks: int
     backlog_tokens: int = 0  # prompt tokens sent and not yet computed (prefill)
-    full: bool = False  # it refused a request and has not reported since
+    full: bool = False  # it failed or refused a request for good, and has not reported since
+    refused: tuple[Demand, ...] = ()  # for want of room, since it last reported
+    doubtful: tuple[Demand, ...] = ()  # the same, of late: one by one they may ask again
+    asking: tuple[Demand, ...] = ()  # has yet to answer these
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` rows."""
-        return -(-num_tokens // self.block_size)
+    def blocks_now(self, demand: Demand) -> int:
+        """Blocks that must be free for the attempt to begin.
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
+        Decode needs the rows of the hand-off and one more, the first step's; whether there is room
+        for what the answers will grow to, the worker itself judges when it is asked for a ticket.
+        """
+        if self.role == "prefill":
+            return self._blocks_for(demand.prefill_tokens)
+        return self._decode_blocks(demand, demand.prefill_tokens + 1)
+
+    def blocks_at_end(self, demand: Demand) -> int:
+        """Blocks of an attempt whose answers get as long as they may."""
+        if self.role == "prefill":
+            return self._blocks_for(demand.prefill_tokens)
+        return self._decode_blocks(demand, demand.decode_tokens)
+
+    def can_ever_hold(self, demand: Demand) -> bool:
         """True where the whole worker is large enough."""
-        return self.blocks_for(num_tokens) <= self.total_blocks
+        return self.blocks_at_end(demand) <= self.total_blocks
 
-    def can_hold_now(self, num_tokens: int) -> bool:
-        """True where the free blocks are enough."""
-        return not self.full and self.blocks_for(num_tokens) <= self.free_blocks
+    def can_hold_now(self, demand: Demand) -> bool:
+        """True where the worker is worth asking."""
+        return (
+            not self.full
+            and self.can_ever_hold(demand)
+            and self.blocks_now(demand) <= self.free_blocks
+            and not self._asks_no_less(demand, self.refused)
+            and not (
+                self._asks_no_less(demand, self.doubtful)
+                and self._asks_no_less(demand, self.asking)
+            )
+        )
+
+    def least_of(self, demands: Iterable[Demand]) -> list[Demand]:
+        """Those whose refusal is not implied by another's."""
+        least: list[Demand] = []
+        for demand in demands:
+            if not self._asks_no_less(demand, least):
+                least = [d for d in least if not self._asks_no_less(d, (demand,))] + [demand]
+        return least
+
+    def _asks_no_less(self, demand: Demand, others: Iterable[Demand]) -> bool:
+        """Whether a refusal of one of the others is one of this demand too."""
+        return any(
+            self.blocks_now(demand) >= self.blocks_now(other)
+            and self.blocks_at_end(demand) >= self.blocks_at_end(other)
+            and demand.batch >= other.batch
+            for other in others
+        )
+
+    def _decode_blocks(self, demand: Demand, num_rows: int) -> int:
+        """With `num_rows` rows an answer. As `CapacityLedger` on the worker counts."""
+        shared = demand.prefill_tokens // self.block_size if demand.num_answers > 1 else 0
+        return shared + demand.num_answers * (self._blocks_for(num_rows) - shared)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
 
 def pick_prefill(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnapshot | None:
@@ -61,7 +119,7 @@ def pick_prefill(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSna
     fitting = (
         worker
         for worker in workers
-        if worker.can_hold_now(demand.prefill_tokens)
+        if worker.can_hold_now(demand)
         and (
             worker.backlog_tokens == 0
             or worker.backlog_tokens + demand.prefill_tokens <= PREFILL_BACKLOG_TOKENS
@@ -80,7 +138,7 @@ def pick_decode(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnap
     The KV blocks limit a decode batch, so their use is the load. Workers in `demand.avoid` come
     last; ties go by id.
     """
-    fitting = (worker for worker in workers if worker.can_hold_now(demand.decode_tokens))
+    fitting = (worker for worker in workers if worker.can_hold_now(demand))
     return min(
         fitting,
         key=lambda w: (w.worker_id in demand.avoid, -w.free_blocks / w.total_blocks, w.worker_id),
@@ -88,12 +146,12 @@ def pick_decode(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnap
     )
 
 
-def pick_to_drain(num_tokens: int, workers: Iterable[WorkerSnapshot]) -> WorkerSnapshot | None:
+def pick_to_drain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnapshot | None:
     """The worker to keep free for a request that was passed over too long, or None.
 
     Of those large enough: the least backlog, then the most free blocks: it is ready soonest.
     """
-    able = (worker for worker in workers if worker.can_ever_hold(num_tokens))
+    able = (worker for worker in workers if worker.can_ever_hold(demand))
     return min(able, key=lambda w: (w.backlog_tokens, -w.free_blocks, w.worker_id), default=None)
 
 
@@ -106,15 +164,16 @@ def may_pass(blocked: Demand, candidate: Demand) -> bool:
     """
     needs = (
         (candidate.prefill_tokens, blocked.prefill_tokens),
-        (candidate.decode_tokens, blocked.decode_tokens),
+        (candidate.all_decode_tokens, blocked.all_decode_tokens),
     )
     return all(own <= other for own, other in needs) and any(own < other for own, other in needs)
 
 
-def queue_rank(*, batch: bool, waited_s: float, arrival: int) -> tuple[int, int]:
-    """The order of the queue: interactive before batch, first come first served within each.
+def counts_as_batch(*, batch: bool, waited_s: float) -> bool:
+    """Whether it still stands behind the interactive ones."""
+    return batch and waited_s < BATCH_AGEING_S
 
-    A batch request that has waited BATCH_AGEING_S counts as interactive.
-    """
-    behind = batch and waited_s < BATCH_AGEING_S
-    return (int(behind), arrival)
+
+def queue_rank(*, batch: bool, waited_s: float, arrival: int) -> tuple[int, int]:
+    """The order of the queue: interactive before batch, first come first served within each."""
+    return (int(counts_as_batch(batch=batch, waited_s=waited_s)), arrival)

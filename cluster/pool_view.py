@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
 
-PROTOCOL_VERSION = 1  # of worker.proto and kv_transfer.proto; workers say theirs
+PROTOCOL_VERSION = 2  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 # So many different requests in a row failed on a worker that still reports: it is broken.
@@ -134,18 +134,26 @@ class PoolView:
         """Of the largest workers now, else as last known; None before the first was ready."""
         views = [v for v in self._views.values() if v.state is ViewState.READY]
         identities = [v.identity for v in views if v.identity is not None]
-        capacity = {
-            role: max((v.capacity_tokens for v in views if v.endpoint.role == role), default=0)
-            for role in ROLES
-        }
-        if all(capacity.values()):
+        prefill, decode = (
+            max((v for v in views if v.endpoint.role == role), key=_capacity, default=None)
+            for role in ("prefill", "decode")
+        )
+        if prefill is not None and decode is not None and decode.identity is not None:
             self._limits = ModelLimits(
                 context_length=min(identity.context_length for identity in identities),
                 vocab_size=identities[0].vocab_size,
-                prefill_kv_tokens=capacity["prefill"],
-                decode_kv_tokens=capacity["decode"],
+                prefill_kv_tokens=prefill.capacity_tokens,
+                decode_kv_tokens=decode.capacity_tokens,
+                decode_block_size=decode.identity.kv_layout.block_size,
             )
         return self._limits
+
+    def largest_prefill_kv_tokens(self) -> int:
+        """Of the largest prefill worker that takes work; where none does, as last known."""
+        sizes = [view.capacity_tokens for view in self.placeable("prefill")]
+        if not sizes and (limits := self.limits()) is not None:
+            return limits.prefill_kv_tokens
+        return max(sizes, default=0)
 
     def changed(self) -> None:
         """Something that placement or health may depend on is different now."""
@@ -267,3 +275,7 @@ class PoolView:
         self._chores.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a chore of the pool view failed", exc_info=task.exception())
+
+
+def _capacity(view: WorkerView) -> int:
+    return view.capacity_tokens

@@ -6,9 +6,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc
-
-from legato.cluster.errors import RequestError, invalid, shown
+from legato.cluster.errors import invalid, shown
 from legato.cluster.known_fields import check_known_fields
 from legato.cluster.sampling_rules import (
     DEFAULT_MAX_TOKENS,
@@ -28,6 +26,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_MESSAGES = 1024
 MAX_N = 128
+NUM_SEEDS = 2**63
 _PRIORITIES = ", ".join(common_pb2.Priority.keys())
 
 
@@ -39,6 +38,13 @@ class ModelLimits:
     vocab_size: int
     prefill_kv_tokens: int
     decode_kv_tokens: int
+    decode_block_size: int
+
+    def decode_rows(self, num_prompt: int, num_answers: int) -> int:
+        """Rows of KV that each answer may have at its end; they share the prompt's full blocks."""
+        blocks, size = self.decode_kv_tokens // self.decode_block_size, self.decode_block_size
+        shared = num_prompt // size if num_answers > 1 else 0
+        return (shared + max(0, blocks - shared) // num_answers) * size
 
 
 @dataclass(frozen=True)
@@ -52,16 +58,28 @@ class RequestSpec:
     eos_token_ids: tuple[int, ...]
     batch_priority: bool
     cache_salt: str
+    num_answers: int = 1
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of the answer."""
+        """Most tokens of an answer."""
         return self.sampling.max_tokens
 
     @property
     def max_kv_tokens(self) -> int:
-        """Rows of KV at the end: the last token's is never written."""
+        """Rows of KV of an answer at its end: the last token's is never written."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    def seed_of(self, index: int) -> int:
+        """What answer `index` draws with: as a request of its own with that seed would."""
+        return (self.sampling.seed + index) % NUM_SEEDS
+
+    def sampling_of(self, index: int) -> common_pb2.SamplingParams:
+        """For a worker that is to serve answer `index` alone, or all from it on."""
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(self.sampling)
+        sampling.seed = self.seed_of(index)
+        return sampling
 
 
 def parse_request(
@@ -80,12 +98,12 @@ def parse_request(
     check_known_fields(request)
     request_id = _request_id(request.request_id)
     _check_printable("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
-    _check_n(request)
+    num_answers = _num_answers(request)
     if request.priority not in common_pb2.Priority.values():
         raise invalid(f"priority is {request.priority}, limit one of {_PRIORITIES}")
     check_sampling(request.sampling, limits.vocab_size)
     prompt = _prompt(request, text, limits)
-    max_tokens = _max_tokens(request.sampling, len(prompt), limits)
+    max_tokens = _max_tokens(request.sampling, len(prompt), num_answers, limits)
     return RequestSpec(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
@@ -94,6 +112,7 @@ def parse_request(
         eos_token_ids=tuple(i for i in text.eos_token_ids if i < limits.vocab_size),
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
         cache_salt=request.cache_salt,
+        num_answers=num_answers,
     )
 
 
@@ -109,16 +128,12 @@ def _check_printable(field: str, asked: str, max_chars: int) -> None:
         raise invalid(f"{field} is {shown(asked)}, limit printable ASCII characters")
 
 
-def _check_n(request: generation_pb2.GenerateRequest) -> None:
-    if not request.HasField("n") or request.n == 1:
-        return
+def _num_answers(request: generation_pb2.GenerateRequest) -> int:
+    if not request.HasField("n"):
+        return 1
     if not 1 <= request.n <= MAX_N:
         raise invalid(f"n is {request.n}, limit [1, {MAX_N}]")
-    raise RequestError(
-        grpc.StatusCode.UNIMPLEMENTED,
-        f"n is {request.n}: more than one answer to a prompt is not served in this release; "
-        "send the request n times",
-    )
+    return request.n
 
 
 def _prompt(
@@ -196,24 +211,39 @@ def _check_length(num_tokens: int, limits: ModelLimits) -> None:
         )
 
 
-def _max_tokens(asked: common_pb2.SamplingParams, num_prompt: int, limits: ModelLimits) -> int:
+def _max_tokens(
+    asked: common_pb2.SamplingParams, num_prompt: int, num_answers: int, limits: ModelLimits
+) -> int:
     """What was asked, clamped to the context; unset, also to the decode pool."""
     room = limits.context_length - num_prompt
     # The last token's KV is never written, and a single token never leaves prefill.
-    pool_room = limits.decode_kv_tokens - num_prompt + 1
+    pool_room = limits.decode_rows(num_prompt, num_answers) - num_prompt + 1
     if not asked.HasField("max_tokens"):
-        if pool_room < min(2, room):
-            raise invalid(
-                f"prompt has {num_prompt} tokens, limit {limits.decode_kv_tokens - 1}: the KV "
-                f"pool of the largest decode worker, {limits.decode_kv_tokens} tokens, must hold "
-                "it and the answer (only max_tokens 1 needs no decode worker)"
-            )
-        return max(1, min(DEFAULT_MAX_TOKENS, room, pool_room))
+        if pool_room >= min(2, room):
+            return max(1, min(DEFAULT_MAX_TOKENS, room, pool_room))
+        if num_answers > 1:
+            raise invalid(_too_large(num_prompt, 2, num_answers, limits))
+        raise invalid(
+            f"prompt has {num_prompt} tokens, limit {limits.decode_kv_tokens - 1}: the KV "
+            f"pool of the largest decode worker, {limits.decode_kv_tokens} tokens, must hold "
+            "it and the answer (only max_tokens 1 needs no decode worker)"
+        )
     max_tokens = min(asked.max_tokens, room)
     if max_tokens > max(1, pool_room):
-        raise invalid(
-            f"prompt of {num_prompt} tokens + max_tokens {max_tokens} - 1 needs "
-            f"{num_prompt + max_tokens - 1} KV tokens, limit {limits.decode_kv_tokens}: the KV "
-            "pool of the largest decode worker"
-        )
+        raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits))
     return max_tokens
+
+
+def _too_large(num_prompt: int, max_tokens: int, num_answers: int, limits: ModelLimits) -> str:
+    rows = num_prompt + max_tokens - 1
+    asked = f"prompt of {num_prompt} tokens + max_tokens {max_tokens} - 1 needs {rows} KV tokens"
+    pool = f"limit {limits.decode_kv_tokens}: the KV pool of the largest decode worker"
+    if num_answers == 1:
+        return f"{asked}, {pool}"
+    size = limits.decode_block_size
+    shared = num_prompt // size
+    blocks = shared + num_answers * (-(-rows // size) - shared)
+    return (
+        f"{asked} for each of n {num_answers} answers, {blocks * size} in blocks of {size} of "
+        f"which they share {shared}, {pool}"
+    )

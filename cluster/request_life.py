@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from legato.cluster.answer import Answer, Ending
+from legato.cluster.answer_life import DecodeFigures, enter
 from legato.cluster.errors import unavailable
 from legato.cluster.policies import Demand
-from legato.cluster.timings import Phase, PhaseClock
+from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import (
     AttemptEndedError,
     DecodeCall,
@@ -20,16 +22,19 @@ from legato.cluster.worker_calls import (
     WorkerFailedError,
     WorkerFaultError,
 )
-from legato.protos import common_pb2, generation_pb2, worker_pb2
+from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Sequence
 
     from legato.cluster.admission import Admission, Placement
+    from legato.cluster.answer import Ending
+    from legato.cluster.answer_life import AnswerLife
     from legato.cluster.pool_view import PoolView
     from legato.cluster.request import RequestSpec
+    from legato.protos import generation_pb2
 
-    Send = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
+    Group = dict[int, AnswerLife]  # by their number in the calls to the workers
 
 # The hand-off's figures are sent right after the commit that lets decode begin.
 HANDOFF_FIGURES_TIMEOUT_S = 1.0
@@ -38,235 +43,236 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Life:
-    """What one request carries through its attempts."""
+class RequestLife:
+    """What all answers to one prompt have in common."""
 
     spec: RequestSpec
-    answer: Answer
-    clock: PhaseClock
-    timings: generation_pb2.Timings
-    send: Send  # hands a message to gRPC; returns when the client's flow control took it
+    answers: Sequence[AnswerLife]
+    admission: Admission
+    pool: PoolView
+    max_attempts: int
     seconds_left: Callable[[], float]
-    token_text: Callable[[int], str]
+    on_end: Callable[[], None]  # nothing is held on any worker; the last finish comes next
     tries: int = 0  # numbers each try for the workers, refused ones included
     moves: int = 0
-    refusals: int = 0
-    cached_prompt_tokens: int = 0  # as Usage has it
+    has_begun: bool = False  # a worker has taken it on
+    num_open: int = field(init=False)  # answers that have not finished
+    tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
-    def demand(self, avoid: frozenset[str]) -> Demand:
-        """What the next attempt needs. With one token left to generate it ends in prefill."""
-        return Demand(
-            prefill_tokens=len(self.spec.prompt_token_ids) + len(self.answer.token_ids),
-            decode_tokens=self.spec.max_kv_tokens if self.answer.num_left > 1 else 0,
-            batch=self.spec.batch_priority,
-            avoid=avoid,
-        )
+    def __post_init__(self) -> None:
+        self.num_open = len(self.answers)
 
-    async def deliver(self, delta: generation_pb2.Delta) -> None:
-        """One message with what is new, unless nothing is."""
-        if delta.token_ids or delta.text:
-            self.clock.mark_first_token()
-            await self.send(
-                generation_pb2.GenerateResponse(delta=delta, request_id=self.spec.request_id)
-            )
+    async def deliver(
+        self, answer: AnswerLife, delta: generation_pb2.Delta, ending: Ending | None
+    ) -> None:
+        """What is new of an answer, and its finish where it has ended."""
+        await answer.deliver(delta)
+        if ending is not None:
+            self.num_open -= 1
+            if self.num_open == 0:
+                self.on_end()
+            await answer.finish(ending)
 
-    def ending(self, reason: common_pb2.FinishReason.ValueType) -> Ending:
-        """The end that a worker decided; a stop token is named as text."""
-        if reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-            raise WorkerFaultError("a worker finished the answer without saying why")
-        if reason == common_pb2.FINISH_REASON_STOP and self.answer.token_ids:
-            return Ending(reason, self.token_text(self.answer.token_ids[-1]))
-        return Ending(reason)
+    def go_on_alone(self, answer: AnswerLife) -> None:
+        """The answer leaves those that it was served with; they are not disturbed."""
+        self.tasks.create_task(serve(self, [answer]))
+
+    def note_end(
+        self, error: AttemptEndedError, demand: Demand, answers: Sequence[AnswerLife]
+    ) -> None:
+        """An attempt at `answers` ended early; raises RequestError where there were too many."""
+        log.info("request %s: %s", self.spec.request_id, error)
+        if isinstance(error, NoRoomError):
+            error.view.note_refusal(demand)
+            return
+        if isinstance(error, WorkerFailedError):
+            self.pool.note_failure(error.view, self.spec.request_id)
+            self.moves += 1
+        else:
+            error.view.full = True
+        for answer in answers:
+            answer.avoid |= {error.view.worker_id}
+            answer.failures += isinstance(error, WorkerFailedError)
+            answer.refusals += isinstance(error, RefusedError)
+            if max(answer.failures, answer.refusals) >= self.max_attempts:
+                raise unavailable(
+                    f"request {self.spec.request_id!r} failed {self.max_attempts} times "
+                    f"(limit {self.max_attempts}); last: {error}"
+                )
 
 
-async def live(life: Life, admission: Admission, pool: PoolView, max_attempts: int) -> Ending:
-    """Sees one parsed request through to its last token; `finish` then tells how it went.
+async def live(life: RequestLife) -> None:
+    """Sees one parsed request through to the finish of its last answer.
 
-    Each round of the loop is one attempt on a pair of workers. An attempt that ends early leaves
-    the tokens already delivered in `life.answer`; the next one replays them as part of its prompt,
-    and since sampling depends on (seed, index) alone, the answer goes on as if nothing had been.
+    The answers are served together for as long as they can be. One that has to yield its room, or
+    whose worker is lost, goes on in attempts of its own. When this ends, for whatever reason, no
+    call is open and nothing is held on any worker.
 
     Raises:
-        RequestError: the request failed; what it held on any worker is free.
+        RequestError: the request failed; the first reason where there are several.
     """
-    entry = admission.enter()
-    demand = life.demand(frozenset())
-    while True:
-        life.clock.enter(Phase.QUEUE)
-        placement = await admission.place(entry, demand, first=life.tries == 0)
+    try:
+        async with life.tasks:
+            await serve(life, life.answers)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
+    """Tries until each of `answers` has ended, or goes on alone.
+
+    Each round of the loop is one attempt on a pair of workers. An attempt that ends early leaves
+    the tokens already delivered in the answer; the next one replays them as part of its prompt,
+    and since sampling depends on (seed, index) alone, the answer goes on as if nothing had been.
+    """
+    while answers:
+        first = answers[0]
+        if first.answer.num_left == 0:  # only the word that this was the end is lost
+            first.clock.enter(Phase.DELIVERY)
+            await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
+            return
+        enter(answers, Phase.QUEUE)
+        prefill_kv_tokens = life.pool.largest_prefill_kv_tokens()
+        for answer in answers:
+            answer.begin(prefill_kv_tokens)
+        demand = _demand(life.spec, answers)
+        placement = await life.admission.place(first.entry, demand, first=not life.has_begun)
         life.tries += 1
+        group = dict(enumerate(answers))
         try:
-            ending = await attempt(life, placement)
+            await attempt(life, group, placement)
             for view in (placement.prefill, placement.decode):
                 if view is not None:
                     view.failed_requests.clear()
-            return ending
         except AttemptEndedError as error:
-            log.info("request %s, try %d: %s", life.spec.request_id, life.tries, error)
-            last = error
-        finally:
-            placement.release()
-        if isinstance(last, WorkerFailedError):
-            pool.note_failure(last.view, life.spec.request_id)
-            life.moves += 1
-        else:
-            last.view.full = True
-            life.refusals += isinstance(last, RefusedError)
-        if max(life.moves, life.refusals) >= max_attempts:
-            raise unavailable(
-                f"request {life.spec.request_id!r} failed {max_attempts} times "
-                f"(limit {max_attempts}); last: {last}"
-            )
-        avoid = demand.avoid
-        if not isinstance(last, NoRoomError):
-            avoid |= {last.view.worker_id}
-        demand = life.demand(avoid)
-        if life.answer.num_left == 0:  # only the word that this was the end is lost
-            life.clock.enter(Phase.DELIVERY)
-            delta = life.answer.take([], finished=True)
-            return await _deliver_last(life, delta, True, common_pb2.FINISH_REASON_LENGTH)
+            life.note_end(error, placement.demand, tuple(group.values()))
+        answers = tuple(group.values())
+        if len(answers) > 1 and first.answer.token_ids:  # only the prompt is common to them
+            for answer in answers:
+                life.go_on_alone(answer)
+            return
 
 
-async def attempt(life: Life, placement: Placement) -> Ending:
-    """One try on a pair of workers; ends with no call open and nothing held on either.
+async def attempt(life: RequestLife, group: Group, placement: Placement) -> None:
+    """One try at a group of answers on a pair of workers.
+
+    An answer that ends or goes on alone is taken out of `group`. Returns when none is left; then,
+    and where it raises, no call is open and nothing is held on either worker.
 
     Raises:
-        AttemptEndedError: another try may go on from `life.answer`.
+        AttemptEndedError: another try may go on with those that are left.
     """
-    spec, answer, clock = life.spec, life.answer, life.clock
-    key = worker_pb2.AttemptKey(request_id=spec.request_id, attempt=life.tries)
-    token_ids = [*spec.prompt_token_ids, *answer.token_ids]
-    request = worker_pb2.PrefillRequest(
-        key=key,
-        token_ids=token_ids,
-        num_prompt_tokens=len(spec.prompt_token_ids),
-        sampling=spec.sampling,
-        eos_token_ids=spec.eos_token_ids,
-        cache_salt=spec.cache_salt,
-    )
-    prefill: PrefillCall | None = None
-    decode: DecodeCall | None = None
-    handoff: asyncio.Task[worker_pb2.HandoffDone] | None = None
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(placement.release)
+        request = _prefill_request(life, group)
+        decode: DecodeCall | None = None
+
         # A ticket first: KV is never computed without a place for it to go.
         if placement.decode is not None:
-            clock.enter(Phase.TICKET)
+            enter(group.values(), Phase.TICKET)
             decode = DecodeCall(placement.decode, life.seconds_left())
-            ticket = await decode.reserve(
-                worker_pb2.Reserve(
-                    key=key, num_handoff_tokens=len(token_ids), max_kv_tokens=spec.max_kv_tokens
-                )
-            )
+            held.callback(decode.close)
+            ticket = await decode.reserve(_reserve(placement.demand, group, request))
+            placement.granted()
             request.ticket.CopyFrom(ticket)
             request.decode_address = placement.decode.endpoint.address
 
-        # Prefill: the first token goes to the client while the KV is still moving.
-        clock.enter(Phase.PREFILL)
-        life.timings.prefill_worker = placement.prefill.worker_id
+        # Prefill: the first tokens go to the client while the KV is still moving.
+        life.has_begun = True
+        enter(group.values(), Phase.PREFILL)
         prefill = PrefillCall(placement.prefill, request, life.seconds_left())
-        first = await prefill.first_token()
+        held.callback(prefill.close)
+        first = await prefill.first_token(len(group))
         placement.computed()
-        _count_prefill(life.timings, first, len(token_ids))
-        life.cached_prompt_tokens = min(first.cached_tokens, len(spec.prompt_token_ids))
-        if first.finish_reason == common_pb2.FINISH_REASON_CANCELLED:
-            raise WorkerFailedError(placement.prefill, "it ended the sequence early")
-        # Without a decode worker this is the end, whatever prefill says of it.
-        delta = answer.take([first.token], finished=first.finished or decode is None)
-        ended = first.finished or answer.stopped_by is not None
-        if decode is None or placement.decode is None or ended:
-            clock.enter(Phase.DELIVERY)
-            return await _deliver_last(life, delta, first.finished, first.finish_reason)
-        clock.enter(Phase.HANDOFF)
-        await life.deliver(delta)
+        came, tokens = [], {}
+        for (number, answer), start in zip(tuple(group.items()), first.answers, strict=True):
+            answer.count_prefill(first, placement.prefill.worker_id)
+            reason = start.finish_reason if start.finished else None
+            if decode is None and reason is None:  # max_tokens leaves nothing to decode
+                reason = common_pb2.FINISH_REASON_LENGTH
+            delta, ending = answer.take([start.token], reason)
+            came.append((answer, delta, ending))
+            answer.clock.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
+            if ending is not None:
+                del group[number]
+            else:
+                tokens[number] = start.token.token_id
+        if not group:
+            held.close()
+            for answer, delta, ending in came:
+                await life.deliver(answer, delta, ending)
+            return
+        assert decode is not None, "without a decode worker the first token is the last"
+        assert placement.decode is not None, "the call is to it"
 
-        # Hand-off: decode begins when it has both the first token and all of the KV.
-        handoff = asyncio.create_task(_hand_off(prefill, placement))
-        handoff.add_done_callback(_seen)
-        await decode.start(
-            worker_pb2.Start(
-                token_ids=[*spec.prompt_token_ids, *answer.token_ids],
-                num_prompt_tokens=len(spec.prompt_token_ids),
-                sampling=spec.sampling,
-                eos_token_ids=spec.eos_token_ids,
-            )
-        )
+        # Hand-off: decode begins when it has both the first tokens and all of the KV, whether the
+        # client reads or not: rows that have landed and are not started can be taken from nobody.
+        handoff = asyncio.create_task(_hand_off(prefill, placement, tuple(group.values())))
+        starting = asyncio.create_task(decode.start(tokens))
+        for task in (handoff, starting):
+            task.add_done_callback(_seen)
+            held.callback(task.cancel)
+        for answer, delta, ending in came:
+            await life.deliver(answer, delta, ending)
+        await starting
         await _join(decode, handoff)
 
         # Decode: one message to the client for each from the worker; the next is read when gRPC
         # took it, so a slow client holds back its own stream and fills no buffer here.
-        clock.enter(Phase.DECODE)
-        life.timings.decode_worker = placement.decode.worker_id
-        before = generation_pb2.Timings()
-        before.CopyFrom(life.timings)
-        while True:
-            tokens = await decode.tokens()
-            life.timings.decode_forwards = before.decode_forwards + tokens.decode_forwards
-            life.timings.kv_tokens_written = before.kv_tokens_written + tokens.decode_forwards
-            life.timings.decode_model_s = before.decode_model_s + tokens.model_s
-            cut_short = tokens.finish_reason == common_pb2.FINISH_REASON_CANCELLED
-            delta = answer.take(tokens.tokens, finished=tokens.finished and not cut_short)
-            if (tokens.finished and not cut_short) or answer.stopped_by is not None:
-                clock.enter(Phase.DELIVERY)
-                decode.close()
-                ending = await _deliver_last(life, delta, tokens.finished, tokens.finish_reason)
-                await _count_handoff(life.timings, handoff)
-                return ending
-            await life.deliver(delta)
-            if cut_short:
+        enter(group.values(), Phase.DECODE)
+        figures_due_s = time.monotonic() + HANDOFF_FIGURES_TIMEOUT_S
+        figures = {n: DecodeFigures(a, placement.decode.worker_id) for n, a in group.items()}
+        stopped: set[int] = set()
+        while group:
+            event = await decode.next_of_answer()
+            number = event.answer
+            if number in stopped:  # it was on its way when Stop was sent
+                continue
+            if number not in group:
+                raise WorkerFaultError(
+                    f"worker {decode.view.worker_id} goes on with answer {number}: it is not there"
+                )
+            answer = group[number]
+            if isinstance(event, worker_pb2.Preempted):
+                del group[number]
+                answer.num_preemptions = max(answer.num_preemptions + 1, event.num_preemptions)
+                life.go_on_alone(answer)
+                continue
+            figures[number].count(event)
+            cut_short = event.finish_reason == common_pb2.FINISH_REASON_CANCELLED
+            finished = event.finished and not cut_short
+            delta, ending = answer.take(event.tokens, event.finish_reason if finished else None)
+            if ending is not None:
+                answer.clock.enter(Phase.DELIVERY)
+                del group[number]
+                if not finished:
+                    stopped.add(number)
+                    await decode.stop(number)
+                    if not group:
+                        await decode.end()
+                await _until(handoff, figures_due_s)
+                if not group:
+                    held.close()
+            await life.deliver(answer, delta, ending)
+            if ending is None and cut_short:
                 raise WorkerFailedError(placement.decode, "it ended the sequence early")
-    finally:
-        if handoff is not None:
-            handoff.cancel()
-        for call in (prefill, decode):
-            if call is not None:
-                call.close()
 
 
-async def finish(life: Life, ending: Ending) -> None:
-    """The last message: why it ended, what it used, where the time went."""
-    timings = life.timings
-    timings.attempts = 1 + life.moves
-    life.clock.write_to(timings)
-    await life.send(
-        generation_pb2.GenerateResponse(
-            finish=generation_pb2.Finish(
-                finish_reason=ending.finish_reason,
-                usage=generation_pb2.Usage(
-                    prompt_tokens=len(life.spec.prompt_token_ids),
-                    completion_tokens=len(life.answer.token_ids),
-                    seed=life.spec.sampling.seed,
-                    cached_prompt_tokens=life.cached_prompt_tokens,
-                ),
-                timings=timings,
-                stop_reason=ending.stop_reason,
-            ),
-            request_id=life.spec.request_id,
-        )
-    )
+async def _until(task: asyncio.Task[Any], moment: float) -> None:
+    """Waits for the task up to a moment of the monotonic clock; its exception is not raised."""
+    if not task.done():
+        await asyncio.wait({task}, timeout=max(0.0, moment - time.monotonic()))
 
 
-async def _deliver_last(
-    life: Life,
-    delta: generation_pb2.Delta,
-    finished: bool,
-    reason: common_pb2.FinishReason.ValueType,
-) -> Ending:
-    """Delivers the last tokens. A stop string outranks what the worker says."""
-    await life.deliver(delta)
-    stopped_by = life.answer.stopped_by
-    if stopped_by is not None:
-        return Ending(common_pb2.FINISH_REASON_STOP, stopped_by)
-    if not finished:  # max_tokens left nothing for a decode worker to do
-        return Ending(common_pb2.FINISH_REASON_LENGTH)
-    return life.ending(reason)
-
-
-async def _hand_off(prefill: PrefillCall, placement: Placement) -> worker_pb2.HandoffDone:
+async def _hand_off(
+    prefill: PrefillCall, placement: Placement, answers: Sequence[AnswerLife]
+) -> None:
     """Waits for the hand-off; then the prefill worker holds nothing of the attempt."""
     assert placement.decode is not None, "a hand-off has two sides"
     done = await prefill.handoff(placement.decode)
+    for answer in answers:
+        answer.count_handoff(done)
     placement.handed_over()
-    return done
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
@@ -275,8 +281,8 @@ def _seen(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-async def _join(decode: DecodeCall, handoff: asyncio.Task[worker_pb2.HandoffDone]) -> None:
-    """Waits until the sequence is in the batch, or the hand-off failed."""
+async def _join(decode: DecodeCall, handoff: asyncio.Task[None]) -> None:
+    """Waits until the first of the answers is in the batch, or the hand-off failed."""
     joined = asyncio.create_task(decode.joined())
     joined.add_done_callback(_seen)
     try:
@@ -288,20 +294,43 @@ async def _join(decode: DecodeCall, handoff: asyncio.Task[worker_pb2.HandoffDone
         joined.cancel()
 
 
-async def _count_handoff(
-    timings: generation_pb2.Timings, handoff: asyncio.Task[worker_pb2.HandoffDone]
-) -> None:
-    """Adds the hand-off's figures; they may be missing where prefill died after the commit."""
-    await asyncio.wait({handoff}, timeout=HANDOFF_FIGURES_TIMEOUT_S)
-    if handoff.done() and handoff.exception() is None:
-        timings.kv_bytes_handed_over += handoff.result().kv_bytes
-        timings.kv_transfer_s += handoff.result().transfer_s
+def _demand(spec: RequestSpec, answers: Sequence[AnswerLife]) -> Demand:
+    """What the next attempt needs. With one token left to generate it ends in prefill."""
+    first = answers[0]
+    return Demand(
+        prefill_tokens=len(first.token_ids),
+        decode_tokens=spec.max_kv_tokens if first.num_to_come > 1 else 0,
+        num_answers=len(answers),
+        batch=spec.batch_priority,
+        avoid=first.avoid,
+    )
 
 
-def _count_prefill(
-    timings: generation_pb2.Timings, first: worker_pb2.FirstToken, num_tokens: int
-) -> None:
-    timings.prefill_forwards += first.prefill_forwards
-    timings.prefill_wait_s += first.wait_s
-    timings.prefill_model_s += first.model_s
-    timings.kv_tokens_written += num_tokens - first.cached_tokens
+def _prefill_request(life: RequestLife, group: Group) -> worker_pb2.PrefillRequest:
+    spec, first = life.spec, group[0]
+    return worker_pb2.PrefillRequest(
+        key=worker_pb2.AttemptKey(request_id=spec.request_id, attempt=life.tries),
+        token_ids=first.token_ids,
+        num_prompt_tokens=len(spec.prompt_token_ids),
+        sampling=spec.sampling_of(first.index),
+        eos_token_ids=spec.eos_token_ids,
+        cache_salt=spec.cache_salt,
+        num_answers=len(group),
+    )
+
+
+def _reserve(
+    demand: Demand, group: Group, request: worker_pb2.PrefillRequest
+) -> worker_pb2.Reserve:
+    return worker_pb2.Reserve(
+        key=request.key,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        eos_token_ids=request.eos_token_ids,
+        cache_salt=request.cache_salt,
+        priority=common_pb2.PRIORITY_BATCH if demand.batch else common_pb2.PRIORITY_INTERACTIVE,
+        arrival=group[0].entry.arrival,
+        num_preemptions=group[0].num_preemptions,
+        num_answers=len(group),
+    )

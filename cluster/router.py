@@ -14,24 +14,25 @@ import grpc
 
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
+from legato.cluster.answer_life import AnswerLife
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.pool_view import PoolView
 from legato.cluster.request import parse_request
-from legato.cluster.request_life import Life, finish, live
+from legato.cluster.request_life import RequestLife, live
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
-from legato.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from legato.cluster.answer import TextSource
+    from legato.cluster.answer_life import Send
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
     from legato.cluster.request import ModelLimits, RequestSpec
-    from legato.cluster.request_life import Send
     from legato.cluster.text.model_text import ModelText
+    from legato.protos import generation_pb2
 
 # Tokenising a long text takes long: it must hold up neither the event loop nor a short one.
 NUM_PARSE_THREADS = 4
@@ -104,7 +105,7 @@ class Router:
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
         self._num_parsing = 0
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, RequestLife] = {}
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -165,20 +166,21 @@ class Router:
         send: Send,
         time_left_s: float | None,
     ) -> None:
-        """Serves one request; `send` gets every message. Cancelling frees all that it holds.
+        """Serves one request; `send` gets every message, one at a time. Cancelling frees all that
+        it holds.
 
         Raises:
             RequestError: the status that the client gets.
             ClientGoneError: as `send` raised it.
         """
-        clock = PhaseClock(time.monotonic)
+        clocks = [PhaseClock(time.monotonic)]  # one an answer, once their number is known
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
         try:
             async with asyncio.timeout(limit_s) as bound:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clock, time.monotonic() + limit_s)
+                    await self._generate(request, send, clocks, time.monotonic() + limit_s)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -191,7 +193,7 @@ class Router:
             self.counters.failed += 1
             if not bound.expired():
                 raise
-            raise self._out_of_time(clock, limit_s, given=time_left_s is not None) from None
+            raise self._out_of_time(clocks, limit_s, given=time_left_s is not None) from None
         except RequestError as error:
             self.counters.count_error(error)
             raise
@@ -203,7 +205,7 @@ class Router:
         self,
         request: generation_pb2.GenerateRequest,
         send: Send,
-        clock: PhaseClock,
+        clocks: list[PhaseClock],
         deadline: float,
     ) -> None:
         spec = await self._admit(request)
@@ -212,22 +214,46 @@ class Router:
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"request_id {spec.request_id!r} is in flight; ids may be used again afterwards",
             )
-        life = Life(
+        clocks += [clocks[0].copy() for _ in range(1, spec.num_answers)]
+        sending = asyncio.Lock()
+
+        async def send_in_turn(response: generation_pb2.GenerateResponse) -> None:
+            async with sending:  # gRPC takes one message of a call at a time
+                await send(response)
+
+        entries = self.admission.enter(spec.num_answers)
+        min_tokens = spec.sampling.min_tokens
+        life = RequestLife(
             spec=spec,
-            answer=Answer(spec, self._new_answer(self.text, spec.stop, spec.sampling.min_tokens)),
-            clock=clock,
-            timings=generation_pb2.Timings(),
-            send=send,
+            answers=[
+                AnswerLife(
+                    spec=spec,
+                    index=index,
+                    answer=Answer(spec, self._new_answer(self.text, spec.stop, min_tokens)),
+                    entry=entry,
+                    clock=clock,
+                    send=send_in_turn,
+                    token_text=self.text.token_text,
+                )
+                for index, (entry, clock) in enumerate(zip(entries, clocks, strict=True))
+            ],
+            admission=self.admission,
+            pool=self.pool,
+            max_attempts=self.options.max_attempts,
             seconds_left=lambda: max(0.001, deadline - time.monotonic()),
-            token_text=self.text.token_text,
+            on_end=lambda: self._forget(life),
         )
-        self._in_flight.add(spec.request_id)
+        self._in_flight[spec.request_id] = life
         try:
-            ending = await live(life, self.admission, self.pool, self.options.max_attempts)
+            await live(life)
         finally:
-            self._in_flight.discard(spec.request_id)
+            self._forget(life)
             self.counters.moved += life.moves
-        await finish(life, ending)
+
+    def _forget(self, life: RequestLife) -> None:
+        """The id may be used again: by then it may be another's."""
+        if self._in_flight.get(life.spec.request_id) is life:
+            del self._in_flight[life.spec.request_id]
 
     async def _admit(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
@@ -248,10 +274,13 @@ class Router:
     def _parsed(self) -> None:
         self._num_parsing -= 1
 
-    def _out_of_time(self, clock: PhaseClock, limit_s: float, *, given: bool) -> RequestError:
+    def _out_of_time(
+        self, clocks: list[PhaseClock], limit_s: float, *, given: bool
+    ) -> RequestError:
         if self._draining:
             return unavailable("the service is shutting down; the request was cut short")
         if self.pool.ready:
+            clock = next((c for c in clocks if not c.closed), clocks[0])
             limit = "the call's deadline" if given else "the service's default deadline"
             return RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,

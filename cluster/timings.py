@@ -1,7 +1,8 @@
-"""PhaseClock: where one request's time went, in phases that follow each other without a gap."""
+"""PhaseClock: where one answer's time went, in phases that follow each other without a gap."""
 
 from __future__ import annotations
 
+import copy
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """The six phases of `Timings`, in the order of a request that is never moved."""
+    """The six phases of `Timings`, in the order of an answer that is never moved."""
 
     QUEUE = "queue_s"
     TICKET = "ticket_s"
@@ -23,7 +24,7 @@ class Phase(Enum):
 
 
 class PhaseClock:
-    """A request is in exactly one phase at any moment; a phase may be entered again.
+    """An answer is in exactly one phase at any moment; a phase may be entered again.
 
     `now` is a monotonic clock in seconds. The first phase is QUEUE, from construction.
     """
@@ -34,6 +35,13 @@ class PhaseClock:
         self._phase = Phase.QUEUE
         self._spent_s = dict.fromkeys(Phase, 0.0)
         self._ttft_s: float | None = None
+        self.closed = False  # the figures are told
+
+    def copy(self) -> PhaseClock:
+        """Another that has had the same phases until now."""
+        twin = copy.copy(self)
+        twin._spent_s = dict(self._spent_s)
+        return twin
 
     @property
     def phase(self) -> Phase:
@@ -57,6 +65,7 @@ class PhaseClock:
         The total is the sum of the six values as written, so that they agree to the last bit.
         """
         self.enter(self._phase)
+        self.closed = True
         total_s = 0.0
         for phase, spent_s in self._spent_s.items():
             setattr(timings, phase.value, spent_s)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from legato.cluster.errors import RequestError
-from legato.protos import worker_pb2
+from legato.protos import common_pb2, worker_pb2
 from legato.protos.never_retry import NEVER_RETRY
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable
+    from collections.abc import Awaitable, Iterable, Mapping
 
     from legato.cluster.worker_view import WorkerView
 
 T = TypeVar("T")
+# A worker that has not taken note of the last `Stop` by then frees all by the call's end.
+STOP_TIMEOUT_S = 1.0
 
 
 class AttemptEndedError(Exception):
@@ -120,10 +123,21 @@ class PrefillCall(_Call):
         self._call = view.prefill.Prefill(request, timeout=timeout_s)
         super().__init__(view, self._call)
 
-    async def first_token(self) -> worker_pb2.FirstToken:
-        """Waits for the prompt's turn and its forward pass."""
-        event = await self._next("first_token")
-        return event.first_token
+    async def first_token(self, num_answers: int) -> worker_pb2.FirstToken:
+        """Waits for the prompt's turn and its forward pass; a token for each of the answers.
+
+        Raises:
+            WorkerFailedError: lost, or it ended an answer early.
+        """
+        first = (await self._next("first_token")).first_token
+        if len(first.answers) != num_answers:
+            raise WorkerFaultError(
+                f"worker {self.view.worker_id} began {len(first.answers)} answers "
+                f"where {num_answers} were asked for"
+            )
+        if any(a.finish_reason == common_pb2.FINISH_REASON_CANCELLED for a in first.answers):
+            raise WorkerFailedError(self.view, "it ended the sequence early")
+        return first
 
     async def handoff(self, decode: WorkerView) -> worker_pb2.HandoffDone:
         """Waits until `decode` has the KV.
@@ -167,25 +181,47 @@ class DecodeCall(_Call):
         await self._guard(self._call.write(worker_pb2.DecodeCommand(reserve=reserve)))
         return (await self._next("ticket")).ticket
 
-    async def start(self, start: worker_pb2.Start) -> None:
-        """Sends what the sequence is, now that its first token is known."""
+    async def start(self, first_tokens: Mapping[int, int]) -> None:
+        """Sends the answers that go on, by their number, with their first token."""
+        start = worker_pb2.Start(
+            answers=[
+                worker_pb2.StartAnswer(answer=number, token_id=token_id)
+                for number, token_id in first_tokens.items()
+            ]
+        )
         await self._guard(self._call.write(worker_pb2.DecodeCommand(start=start)))
 
     async def joined(self) -> None:
-        """Waits until the sequence is in the batch."""
+        """Waits until the first of the answers is in the batch."""
         await self._next("joined")
 
-    async def tokens(self) -> worker_pb2.Tokens:
-        """The tokens of one step or more."""
-        return (await self._next("tokens")).tokens
+    async def stop(self, number: int) -> None:
+        """No more of this answer. Where the worker is lost, or was done, the next read says so."""
+        stop = worker_pb2.DecodeCommand(stop=worker_pb2.Stop(answer=number))
+        with contextlib.suppress(AttemptEndedError, WorkerFaultError):
+            await self._guard(self._call.write(stop))
 
-    async def _next(self, expected: str) -> worker_pb2.DecodeEvent:
+    async def end(self) -> None:
+        """After the last `stop`: waits, not for long, until the worker has taken note of it."""
+        with contextlib.suppress(AttemptEndedError, WorkerFaultError, TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._guard(self._call.done_writing())
+                while await self._guard(self._call.read()) is not grpc.aio.EOF:
+                    pass
+        self.close()
+
+    async def next_of_answer(self) -> worker_pb2.Tokens | worker_pb2.Preempted:
+        """What comes next of any of the answers: tokens of one step or more, or that it left."""
+        event = await self._next("tokens", "preempted")
+        return event.tokens if event.HasField("tokens") else event.preempted
+
+    async def _next(self, *expected: str) -> worker_pb2.DecodeEvent:
         event = await self._guard(self._call.read())
         if not isinstance(event, worker_pb2.DecodeEvent):
-            raise WorkerFailedError(self.view, f"its stream ended before {expected}")
-        if event.WhichOneof("event") != expected:
+            raise WorkerFailedError(self.view, f"its stream ended before {expected[0]}")
+        if event.WhichOneof("event") not in expected:
             raise WorkerFaultError(
                 f"worker {self.view.worker_id} sent {event.WhichOneof('event')}, "
-                f"expected {expected}"
+                f"expected {' or '.join(expected)}"
             )
         return event

@@ -12,6 +12,7 @@ from legato.protos import common_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from legato.cluster.control_plane import WorkerEndpoint
+    from legato.cluster.policies import Demand
     from legato.protos import worker_pb2
 
 # A stopped process or a cut cable is noticed within keepalive time + timeout.
@@ -31,6 +32,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+DOUBT_S = 1.0  # after a refusal for want of room
+
 
 class ViewState(Enum):
     """How far the router trusts a worker."""
@@ -44,12 +47,12 @@ class ViewState(Enum):
 class PrefillShare:
     """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed."""
 
-    def __init__(self, view: WorkerView, num_tokens: int) -> None:
+    def __init__(self, view: WorkerView, demand: Demand) -> None:
         self._view = view
-        self._tokens = num_tokens
-        self._blocks = view.snapshot().blocks_for(num_tokens)
+        self._tokens = demand.prefill_tokens
+        self._blocks = view.snapshot().blocks_now(demand)
         view.used_blocks += self._blocks
-        view.backlog_tokens += num_tokens
+        view.backlog_tokens += self._tokens
 
     def computed(self) -> None:
         """The first token came: the prompt waits no more. Idempotent."""
@@ -64,15 +67,22 @@ class PrefillShare:
 
 
 class DecodeShare:
-    """One attempt's part of a decode worker: the blocks of its ticket."""
+    """One attempt's part of a decode worker: the blocks that it takes to begin with, for as long
+    as no report tells of them. From then on the worker's own count is the better one: prefixes are
+    shared there, and what a slow client has yet to read holds nothing.
+    """
 
-    def __init__(self, view: WorkerView, num_tokens: int) -> None:
+    def __init__(self, view: WorkerView, demand: Demand) -> None:
         self._view = view
-        self._blocks = view.snapshot().blocks_for(num_tokens)
+        self._blocks = view.snapshot().blocks_now(demand)
         view.used_blocks += self._blocks
 
+    def granted(self) -> None:
+        """The worker has promised them: its next report counts them."""
+        self._view.granted.append(self)
+
     def release(self) -> None:
-        """The worker holds nothing of the attempt any more. Idempotent."""
+        """The worker holds nothing of the attempt any more, or has reported it. Idempotent."""
         self._view.used_blocks -= self._blocks
         self._blocks = 0
 
@@ -80,9 +90,12 @@ class DecodeShare:
 class WorkerView:
     """One worker process. Loses the router's trust at the first sign; wins it back by reporting.
 
-    The router is the only one who gives work to its workers, so `total - used` is the free room
-    as soon as a ticket is out or back, which a report would say up to 50 ms later. The worker's
-    own answer is the truth: after a refusal it counts as full until its next report.
+    The router is the only one who gives work to its workers, so what it has given out counts at
+    once, which a report would say up to 50 ms later. `used_blocks` is all of it on prefill; on
+    decode, where blocks are shared, grow and are swapped out, what the last report could not tell
+    of. The worker's own answer is the truth: what it has refused for want of room, and what asks
+    for no less, is not tried again until its next report, and for a while only one by one, not by
+    the whole queue at once.
     """
 
     def __init__(self, endpoint: WorkerEndpoint) -> None:
@@ -98,8 +111,11 @@ class WorkerView:
         self.last_report_at = 0.0
         self.lost_reason = ""
         self.used_blocks = 0
+        self.granted: list[DecodeShare] = []  # since the last report
         self.backlog_tokens = 0
         self.full = False
+        self._refused: list[Demand] = []
+        self._doubtful: dict[Demand, float] = {}  # until when
         self.calls: set[grpc.aio.Call] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
         self.failed_requests: set[str] = set()
@@ -128,14 +144,24 @@ class WorkerView:
     def snapshot(self) -> WorkerSnapshot:
         """For the policies. The identity must be known."""
         assert self.identity is not None, "a worker is placed on only after it said who it is"
+        free_blocks = self.identity.total_blocks
+        if self.endpoint.role == "decode" and self.load is not None:
+            free_blocks = self.load.free_blocks
         return WorkerSnapshot(
             worker_id=self.worker_id,
+            role=self.endpoint.role,
             block_size=self.identity.kv_layout.block_size,
             total_blocks=self.identity.total_blocks,
-            free_blocks=self.identity.total_blocks - self.used_blocks,
+            free_blocks=free_blocks - self.used_blocks,
             backlog_tokens=self.backlog_tokens,
             full=self.full,
+            refused=tuple(self._refused),
+            doubtful=tuple(self._doubtful),
         )
+
+    def note_refusal(self, demand: Demand) -> None:
+        """The worker had no room for `demand`."""
+        self._refused = self.snapshot().least_of((*self._refused, demand))
 
     def accept_report(self, report: worker_pb2.WorkerReport, now: float) -> bool:
         """Takes a load report; True where the state or the phase changed by it."""
@@ -143,6 +169,14 @@ class WorkerView:
         self.phase, self.load = report.phase, report.load
         self.last_report_at = now
         self.full = False
+        for share in self.granted:
+            share.release()
+        self.granted.clear()
+        if self._refused or self._doubtful:
+            doubts = self._doubtful | dict.fromkeys(self._refused, now + DOUBT_S)
+            least = self.snapshot().least_of(d for d, until in doubts.items() if now < until)
+            self._doubtful = {demand: doubts[demand] for demand in least}
+            self._refused.clear()
         if self.state is not ViewState.CLOSED:
             self.state = ViewState.READY
         return before != (self.state, self.phase)

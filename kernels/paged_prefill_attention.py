@@ -79,6 +79,13 @@ def _portable(
                 attn_mask=_mask(end - start, first, stop, window, q.dtype),
                 scale=scale,
             )
+            if end - start > 1 and not bool(tile.isfinite().all()):
+                # A weight of 0 does not hide what is NaN or infinite: each query over its own keys.
+                for row, last in enumerate(range(stop - (end - start) + 1, stop + 1)):
+                    own = slice(0 if window is None else max(0, last - window), last)
+                    tile[:, :, row] = F.scaled_dot_product_attention(
+                        grouped[:, :, start + row], keys[:, 0, own], values[:, 0, own], scale=scale
+                    )
             out[start:end] = tile.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
     return out
 

@@ -55,7 +55,9 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     """Same as INTERACTIVE."""
     PRIORITY_INTERACTIVE: _Priority.ValueType  # 1
     PRIORITY_BATCH: _Priority.ValueType  # 2
-    """Served when no interactive request waits."""
+    """Fills what interactive requests leave, and yields first. Counts as interactive once it has
+    waited, or lain in the host's memory, for 10 s.
+    """
 
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
     """Which of the two scheduling classes a request belongs to."""
@@ -64,7 +66,9 @@ PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
 """Same as INTERACTIVE."""
 PRIORITY_INTERACTIVE: Priority.ValueType  # 1
 PRIORITY_BATCH: Priority.ValueType  # 2
-"""Served when no interactive request waits."""
+"""Fills what interactive requests leave, and yields first. Counts as interactive once it has
+waited, or lain in the host's memory, for 10 s.
+"""
 Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
 class _WorkerRole:
@@ -354,6 +358,11 @@ class WorkerLoad(_message.Message):
     PREFIX_BLOCKS_ASKED_FIELD_NUMBER: _builtins.int
     PREFIX_BLOCKS_HIT_FIELD_NUMBER: _builtins.int
     PREFIX_BLOCKS_EVICTED_FIELD_NUMBER: _builtins.int
+    SWAPPED_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_RETURNED_FIELD_NUMBER: _builtins.int
+    SWAP_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAP_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks: total == free + reserved + held."""
     free_blocks: _builtins.int
@@ -381,13 +390,23 @@ class WorkerLoad(_message.Message):
     kv_chunks_refused: _builtins.int
     """Chunks refused by the fence: unknown or old epoch, bad checksum, bad range."""
     cached_blocks: _builtins.int
-    """Of the free blocks, those that hold a prefix which may be wanted again."""
+    """Of the free and reserved blocks, those that hold a prefix which may be wanted again."""
     prefix_blocks_asked: _builtins.int
     """Prefix cache, since the process started: full blocks that prompts asked for, those that were
     found, and those that were given up for room.
     """
     prefix_blocks_hit: _builtins.int
     prefix_blocks_evicted: _builtins.int
+    swapped: _builtins.int
+    """Decode only. Sequences whose KV lies in the host's memory."""
+    preemptions: _builtins.int
+    """Sequences that had to yield their KV blocks since the process started; of these, those that
+    left to be computed anew elsewhere, for want of room in the host's memory.
+    """
+    preemptions_returned: _builtins.int
+    swap_total_blocks: _builtins.int
+    """Blocks of KV that the host's memory has room for (--swap-memory), and those in use."""
+    swap_held_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -412,10 +431,15 @@ class WorkerLoad(_message.Message):
         prefix_blocks_asked: _builtins.int = ...,
         prefix_blocks_hit: _builtins.int = ...,
         prefix_blocks_evicted: _builtins.int = ...,
+        swapped: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        preemptions_returned: _builtins.int = ...,
+        swap_total_blocks: _builtins.int = ...,
+        swap_held_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "preemptions", b"preemptions", "preemptions_returned", b"preemptions_returned", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "swap_held_blocks", b"swap_held_blocks", "swap_total_blocks", b"swap_total_blocks", "swapped", b"swapped", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,7 +39,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Raw text, completed as it stands (BOS is prepended where the model wants one)."""
     n: _builtins.int
-    """Answers to one prompt. Unset or 1; larger values answer UNIMPLEMENTED in this release."""
+    """Answers to one prompt, in [1, 128]; unset means 1. They share the prompt's KV. Answer i draws
+    with seed + i, so that it is what a request of its own with that seed would get.
+    """
     priority: _common_pb2.Priority.ValueType
     parse_special_tokens: _builtins.bool
     """Control tokens written out in `text` or in a message's content (such as "<|im_end|>") are
@@ -151,7 +153,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A stream is any number of deltas, then exactly one finish."""
+    """For each of the n answers any number of deltas, then exactly one finish."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,7 +162,7 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of the n answers; 0 in this release."""
+    """Which of the n answers, from 0."""
     request_id: _builtins.str
     """Set on every message, so that a client that let the router choose learns its id at once."""
     @_builtins.property
@@ -264,9 +266,11 @@ class Usage(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
-    """Tokens delivered; the tokens of a stop string count, though their text is not delivered."""
+    """Tokens delivered of this answer; the tokens of a stop string count, though their text is not
+    delivered.
+    """
     seed: _builtins.int
-    """The seed that was used."""
+    """The seed that this answer drew with."""
     cached_prompt_tokens: _builtins.int
     """Of prompt_tokens, those whose KV was found in a prefill worker's prefix cache (after a move to
     other workers: the last time).
@@ -312,6 +316,8 @@ class Timings(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    HANDOFF_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Received until a prefill worker had room for it (validation and tokenising included)."""
     ticket_s: _builtins.float
@@ -335,17 +341,24 @@ class Timings(_message.Message):
     kv_transfer_s: _builtins.float
     """Wire time of the KV hand-off as the prefill worker measured it."""
     prefill_forwards: _builtins.int
-    """Forward passes that this request was part of: N tokens cost one prefill (more only where the
-    prompt is longer than a prefill chunk) and N - 1 decode forwards.
+    """Forward passes that this answer was part of: N tokens cost one prefill (more where the prompt
+    is longer than a prefill chunk) and N - 1 decode forwards. Whenever it was computed anew, a
+    prefill took the place of a decode forward.
     """
     decode_forwards: _builtins.int
     kv_tokens_written: _builtins.int
     """Rows of KV that decode or prefill computed and wrote: prompt + N - 1, less what was cached."""
     kv_bytes_handed_over: _builtins.int
     attempts: _builtins.int
-    """1, plus one for each time the request was moved to other workers."""
+    """1, plus one for each time the answer was moved to other workers after a failure."""
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
+    handoff_reused_tokens: _builtins.int
+    """Of the tokens handed over, those whose KV the decode worker had already: it was not sent."""
+    preemptions: _builtins.int
+    """How often this answer had to yield its KV blocks, and had them moved back from the host's
+    memory or computed anew.
+    """
     def __init__(
         self,
         *,
@@ -368,10 +381,12 @@ class Timings(_message.Message):
         attempts: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        handoff_reused_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_forwards", b"decode_forwards", "decode_model_s", b"decode_model_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "delivery_s", b"delivery_s", "handoff_s", b"handoff_s", "kv_bytes_handed_over", b"kv_bytes_handed_over", "kv_tokens_written", b"kv_tokens_written", "kv_transfer_s", b"kv_transfer_s", "prefill_forwards", b"prefill_forwards", "prefill_model_s", b"prefill_model_s", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "ticket_s", b"ticket_s", "total_s", b"total_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_forwards", b"decode_forwards", "decode_model_s", b"decode_model_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "delivery_s", b"delivery_s", "handoff_reused_tokens", b"handoff_reused_tokens", "handoff_s", b"handoff_s", "kv_bytes_handed_over", b"kv_bytes_handed_over", "kv_tokens_written", b"kv_tokens_written", "kv_transfer_s", b"kv_transfer_s", "preemptions", b"preemptions", "prefill_forwards", b"prefill_forwards", "prefill_model_s", b"prefill_model_s", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "ticket_s", b"ticket_s", "total_s", b"total_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -419,7 +434,8 @@ class GetModelResponse(_message.Message):
     has_chat_template: _builtins.bool
     decode_kv_tokens: _builtins.int
     """Capacity of the largest decode and prefill worker, in tokens: a request needs
-    prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill.
+    prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill. Of n
+    answers each needs that on decode, but for the full blocks of the prompt, which they share.
     """
     prefill_kv_tokens: _builtins.int
     block_size: _builtins.int

@@ -50,7 +50,7 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one answer and streams it. The call's gRPC deadline is the request's deadline;
+        """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
         cancelling the call frees everything that the request holds on every worker.
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this

@@ -32,7 +32,7 @@ class GenerationStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generates one answer and streams it. The call's gRPC deadline is the request's deadline;
+    """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
     cancelling the call frees everything that the request holds on every worker.
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
@@ -47,7 +47,7 @@ class GenerationStub:
 class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates one answer and streams it. The call's gRPC deadline is the request's deadline;
+    """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
     cancelling the call frees everything that the request holds on every worker.
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
@@ -65,7 +65,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generates one answer and streams it. The call's gRPC deadline is the request's deadline;
+        """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
         cancelling the call frees everything that the request holds on every worker.
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this

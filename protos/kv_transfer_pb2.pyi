@@ -138,6 +138,7 @@ class KvCommit(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     num_bytes: _builtins.int
+    """Of the chunks, each counted once."""
     def __init__(
         self,
         *,
@@ -184,6 +185,7 @@ class KvAck(_message.Message):
     TOKEN_START_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     BYTES_LANDED_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     status: Global___KvAck.Status.ValueType
     layer: _builtins.int
     """Which chunk this answers, for OK and RESEND."""
@@ -191,6 +193,10 @@ class KvAck(_message.Message):
     reason: _builtins.str
     bytes_landed: _builtins.int
     """Bytes landed so far."""
+    reused_tokens: _builtins.int
+    """In answer to Begin: so many first tokens have their KV here already (a multiple of the
+    receiver's block size, or all). The chunks are of the rest.
+    """
     def __init__(
         self,
         *,
@@ -199,10 +205,11 @@ class KvAck(_message.Message):
         token_start: _builtins.int = ...,
         reason: _builtins.str = ...,
         bytes_landed: _builtins.int = ...,
+        reused_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_landed", b"bytes_landed", "layer", b"layer", "reason", b"reason", "status", b"status", "token_start", b"token_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_landed", b"bytes_landed", "layer", b"layer", "reason", b"reason", "reused_tokens", b"reused_tokens", "status", b"status", "token_start", b"token_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,11 +61,16 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of `token_ids` are prompt; the rest count as output for penalties and positions."""
     decode_address: _builtins.str
     cache_salt: _builtins.str
     """KV is shared only among prompts with the same salt. At most 256 bytes."""
+    num_answers: _builtins.int
+    """First tokens to sample, one for each answer: answer i with seed sampling.seed + i (modulo
+    2^63). 0 means 1. At most 128.
+    """
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -93,10 +98,11 @@ class PrefillRequest(_message.Message):
         ticket: Global___KvTicket | None = ...,
         decode_address: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        num_answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "decode_address", b"decode_address", "eos_token_ids", b"eos_token_ids", "key", b"key", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "decode_address", b"decode_address", "eos_token_ids", b"eos_token_ids", "key", b"key", "num_answers", b"num_answers", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -136,41 +142,65 @@ Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
 class FirstToken(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     MODEL_S_FIELD_NUMBER: _builtins.int
     PREFILL_FORWARDS_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
     model_s: _builtins.float
     prefill_forwards: _builtins.int
-    finished: _builtins.bool
-    """Set when this token ends the answer: no hand-off follows, whatever the ticket says."""
-    finish_reason: _common_pb2.FinishReason.ValueType
     cached_tokens: _builtins.int
     """Of `token_ids`, those whose KV was there already and was not computed again."""
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerStart]:
+        """One for each answer, in order. Where each of them is finished no hand-off follows, whatever the
+        ticket says.
+        """
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___AnswerStart] | None = ...,
+        wait_s: _builtins.float = ...,
+        model_s: _builtins.float = ...,
+        prefill_forwards: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "cached_tokens", b"cached_tokens", "model_s", b"model_s", "prefill_forwards", b"prefill_forwards", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class AnswerStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    finished: _builtins.bool
+    """Set when this token ends the answer."""
+    finish_reason: _common_pb2.FinishReason.ValueType
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
     def __init__(
         self,
         *,
         token: Global___SampledToken | None = ...,
-        wait_s: _builtins.float = ...,
-        model_s: _builtins.float = ...,
-        prefill_forwards: _builtins.int = ...,
         finished: _builtins.bool = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
-        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "finished", b"finished", "model_s", b"model_s", "prefill_forwards", b"prefill_forwards", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "finished", b"finished", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+Global___AnswerStart: _TypeAlias = AnswerStart  # noqa: Y015
 
 @_typing.final
 class HandoffDone(_message.Message):
@@ -178,17 +208,21 @@ class HandoffDone(_message.Message):
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     transfer_s: _builtins.float
+    reused_tokens: _builtins.int
+    """Of the tokens, those whose KV the decode worker had already: it was not sent."""
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
+        reused_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "reused_tokens", b"reused_tokens", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,21 +286,25 @@ class DecodeCommand(_message.Message):
 
     RESERVE_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
     def start(self) -> Global___Start: ...
+    @_builtins.property
+    def stop(self) -> Global___Stop: ...
     def __init__(
         self,
         *,
         reserve: Global___Reserve | None = ...,
         start: Global___Start | None = ...,
+        stop: Global___Stop | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "reserve", b"reserve", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "reserve", b"reserve", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "reserve", b"reserve", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "start"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "start", "stop"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -277,24 +315,56 @@ class Reserve(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_KV_TOKENS_FIELD_NUMBER: _builtins.int
-    num_handoff_tokens: _builtins.int
-    """Rows of KV that the hand-off brings."""
-    max_kv_tokens: _builtins.int
-    """Rows to keep room for in all: prompt + max_tokens - 1."""
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ARRIVAL_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERS_FIELD_NUMBER: _builtins.int
+    num_prompt_tokens: _builtins.int
+    cache_salt: _builtins.str
+    """KV is shared only among prompts with the same salt. At most 256 bytes."""
+    priority: _common_pb2.Priority.ValueType
+    arrival: _builtins.int
+    """The router numbers its requests: the lesser came first, and yields last."""
+    num_preemptions: _builtins.int
+    """How often this answer was preempted before: one that was too often is protected."""
+    num_answers: _builtins.int
+    """Answers that go on from the same rows. 0 means 1; more than 1 only where nothing was emitted."""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those whose rows of KV the hand-off brings: the prompt, then what was emitted already when an
+        answer is replayed.
+        """
+
+    @_builtins.property
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """Complete, as for prefill. Answer i has seed sampling.seed + i (modulo 2^63)."""
+
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         key: Global___AttemptKey | None = ...,
-        num_handoff_tokens: _builtins.int = ...,
-        max_kv_tokens: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        sampling: _common_pb2.SamplingParams | None = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        arrival: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+        num_answers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "max_kv_tokens", b"max_kv_tokens", "num_handoff_tokens", b"num_handoff_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "key", b"key", "num_answers", b"num_answers", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,6 +385,7 @@ class KvTicket(_message.Message):
     worker_id: _builtins.str
     """The worker process that granted it: a restarted one has another id."""
     blocks: _builtins.int
+    """Promised for all answers; each may grow beyond its part."""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     def __init__(
@@ -337,36 +408,67 @@ Global___KvTicket: _TypeAlias = KvTicket  # noqa: Y015
 class Start(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    num_prompt_tokens: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt + every token emitted so far, the one that prefill just sampled included: it is the
-        last, its KV is not in the hand-off, and the first decode step processes it.
-        """
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartAnswer]:
+        """The answers that go on, in order; those that are not named have ended."""
 
-    @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
-    @_builtins.property
-    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        num_prompt_tokens: _builtins.int = ...,
-        sampling: _common_pb2.SamplingParams | None = ...,
-        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        answers: _abc.Iterable[Global___StartAnswer] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class StartAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    token_id: _builtins.int
+    """Sampled by prefill. Its KV is not in the hand-off: the first decode step processes it."""
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        token_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartAnswer: _TypeAlias = StartAnswer  # noqa: Y015
+
+@_typing.final
+class Stop(_message.Message):
+    """The router wants no more of this answer; others of the call go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class DecodeEvent(_message.Message):
@@ -375,24 +477,28 @@ class DecodeEvent(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___KvTicket: ...
     @_builtins.property
     def joined(self) -> Global___Joined: ...
     @_builtins.property
     def tokens(self) -> Global___Tokens: ...
+    @_builtins.property
+    def preempted(self) -> Global___Preempted: ...
     def __init__(
         self,
         *,
         ticket: Global___KvTicket | None = ...,
         joined: Global___Joined | None = ...,
         tokens: Global___Tokens | None = ...,
+        preempted: Global___Preempted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "joined", "tokens"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "joined", "tokens", "preempted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -400,6 +506,8 @@ Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
 
 @_typing.final
 class Joined(_message.Message):
+    """The first of the answers is in the batch."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -422,11 +530,16 @@ class Tokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     DECODE_FORWARDS_FIELD_NUMBER: _builtins.int
     MODEL_S_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    SWAPS_FIELD_NUMBER: _builtins.int
     finished: _builtins.bool
     finish_reason: _common_pb2.FinishReason.ValueType
     decode_forwards: _builtins.int
-    """So far, for this request."""
+    """So far, for this answer."""
     model_s: _builtins.float
+    answer: _builtins.int
+    swaps: _builtins.int
+    """How often its KV was moved to the host's memory and back, so far."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
     def __init__(
@@ -437,14 +550,42 @@ class Tokens(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         decode_forwards: _builtins.int = ...,
         model_s: _builtins.float = ...,
+        answer: _builtins.int = ...,
+        swaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_forwards", b"decode_forwards", "finish_reason", b"finish_reason", "finished", b"finished", "model_s", b"model_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "decode_forwards", b"decode_forwards", "finish_reason", b"finish_reason", "finished", b"finished", "model_s", b"model_s", "swaps", b"swaps", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
+
+@_typing.final
+class Preempted(_message.Message):
+    """The answer had to leave for want of KV blocks; all its tokens were sent. It goes on in a new
+    attempt, from its tokens so far, with `num_preemptions` in its Reserve.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    num_preemptions: _builtins.int
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "num_preemptions", b"num_preemptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Preempted: _TypeAlias = Preempted  # noqa: Y015
 
 @_typing.final
 class GetIdentityRequest(_message.Message):

@@ -125,9 +125,12 @@ class DecodeWorkerServicer:
         epoch is void. Keepalive pings of the connection are the lease: a dead router ends the call.
 
         Order: the router sends Reserve; the worker answers a KvTicket, or ends the call with
-        RESOURCE_EXHAUSTED (not free now) or FAILED_PRECONDITION (can never fit; draining). When the
-        first token is known the router sends Start; when the KV has landed as well the sequence joins
-        the batch at the next step: Joined, then Tokens; the last Tokens message carries the finish.
+        RESOURCE_EXHAUSTED (not beside those that are there at present) or FAILED_PRECONDITION (can
+        never fit; draining). When the first tokens are known the router sends Start; when the KV has
+        landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
+        finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
+        is left; where there were several, when the router has ended its side too, or after a second: a
+        Stop may be on its way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from legato.worker.byte_size import parse_byte_size
+from legato.worker.byte_size import parse_byte_size, parse_byte_size_or_0, parse_fraction
 from legato.worker.config import WEIGHTS, WorkerConfig
 
 EXIT_CANNOT_START = 2
@@ -29,30 +29,47 @@ def main() -> int:
     if arguments.die_with_parent:
         _die_with_parent()
     try:
-        config = WorkerConfig(
-            model=arguments.model,
-            role=arguments.role,
-            host=arguments.host,
-            port=arguments.port,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            kv_cache=arguments.kv_cache,
-            deterministic=arguments.deterministic,
-            weights=arguments.weights,
-            kv_memory_bytes=parse_byte_size(arguments.kv_memory, "--kv-memory"),
-            block_size=arguments.block_size,
-            prefill_chunk_tokens=arguments.prefill_chunk_tokens,
-            prefix_cache=arguments.prefix_cache,
-            max_batch_size=arguments.max_batch_size,
-            context_length=arguments.context_length,
-            num_threads=arguments.threads,
-        )
+        config = _config(arguments)
     except ValueError as error:
         return _cannot_start(error)
     if config.num_threads is not None:
         # Before torch is imported: OpenMP reads it once.
         os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     return asyncio.run(_serve(config, arguments.drain_timeout))
+
+
+def _config(arguments: argparse.Namespace) -> WorkerConfig:
+    fraction = parse_fraction(arguments.kv_memory, "--kv-memory")
+    kv_memory_bytes = WorkerConfig.kv_memory_bytes
+    if fraction is None:
+        kv_memory_bytes = parse_byte_size(
+            arguments.kv_memory, "--kv-memory", ", or a fraction in (0, 1]"
+        )
+    swap_memory_bytes = None
+    if arguments.swap_memory is not None:
+        swap_memory_bytes = parse_byte_size_or_0(arguments.swap_memory, "--swap-memory")
+    return WorkerConfig(
+        model=arguments.model,
+        role=arguments.role,
+        host=arguments.host,
+        port=arguments.port,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        kv_cache=arguments.kv_cache,
+        deterministic=arguments.deterministic,
+        weights=arguments.weights,
+        kv_memory_bytes=kv_memory_bytes,
+        kv_memory_fraction=fraction,
+        swap_memory_bytes=swap_memory_bytes,
+        admission=arguments.admission,
+        admission_risk=arguments.admission_risk,
+        block_size=arguments.block_size,
+        prefill_chunk_tokens=arguments.prefill_chunk_tokens,
+        prefix_cache=arguments.prefix_cache,
+        max_batch_size=arguments.max_batch_size,
+        context_length=arguments.context_length,
+        num_threads=arguments.threads,
+    )
 
 
 async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
@@ -110,7 +127,25 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the same bits for a request alone and in company on CUDA too, at some speed",
     )
-    parser.add_argument("--kv-memory", default="1GiB")
+    parser.add_argument(
+        "--kv-memory",
+        default="1GiB",
+        help="a size, as 4GiB or plain bytes; or a number in (0, 1] without a unit: that fraction "
+        "of what is free after the weights and a step",
+    )
+    parser.add_argument(
+        "--swap-memory",
+        default=None,
+        help="of the host, for the KV of preempted sequences; 0: none. Default: as much as the "
+        "KV pool, and at most a quarter of the machine's memory",
+    )
+    parser.add_argument("--admission", default="expected", choices=("expected", "reserve"))
+    parser.add_argument(
+        "--admission-risk",
+        type=float,
+        default=WorkerConfig.admission_risk,
+        help="in [0, 1): the share of answers that may get longer than expected",
+    )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--prefill-chunk-tokens", type=int, default=2048)
     parser.add_argument(

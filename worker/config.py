@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Role = Literal["prefill", "decode"]
+Admission = Literal["expected", "reserve"]
 WEIGHTS = (
     "auto",  # as the checkpoint has them, GGUF's blocks in the dtype
     "keep",  # GGUF's blocks too
@@ -32,6 +33,13 @@ class WorkerConfig:
     kv_cache: str = "auto"  # auto, fp8, int8; auto is the dtype of the weights
     weights: str = "auto"  # of the matrices: one of WEIGHTS
     kv_memory_bytes: int = 1 << 30
+    # In (0, 1]: of what is free after the weights and a measured step, instead of the bytes.
+    kv_memory_fraction: float | None = None
+    # For the KV of preempted sequences (decode). None: as much as the pool, and at most a quarter
+    # of the machine's memory; 0: off.
+    swap_memory_bytes: int | None = None
+    admission: Admission = "expected"  # see `scheduling.claim.AdmissionMode`
+    admission_risk: float = 0.7  # see `scheduling.claim.AdmissionRule`
     block_size: int = 16
     prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
     prefix_cache: bool = True  # keep the KV of prompts' beginnings while there is room
@@ -52,6 +60,15 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        fraction = self.kv_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"kv_memory_fraction must be in (0, 1], got {fraction}")
+        if self.swap_memory_bytes is not None and self.swap_memory_bytes < 0:
+            raise ValueError(f"swap_memory_bytes must be at least 0, got {self.swap_memory_bytes}")
+        if self.admission not in get_args(Admission):
+            raise ValueError(f"admission must be expected or reserve, got {self.admission!r}")
+        if not 0 <= self.admission_risk < 1:
+            raise ValueError(f"admission_risk must be in [0, 1), got {self.admission_risk}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
+from legato.worker.kv.prefix_hash import PrefixHasher
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.cache import KvShape
     from legato.worker.models.config import ModelConfig
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,15 @@ class Identity:
             head_dim=self.kv_shape.head_dim,
             block_size=self.kv_shape.block_size,
             dtype=dtype_name(self.kv_shape.dtype),
+        )
+
+    def prefix_hasher(self, cache_salt: str) -> PrefixHasher:
+        """Names blocks of this worker's KV: nothing that differs in it shares one."""
+        return PrefixHasher(
+            self.model_fingerprint,
+            self.kv_shape.block_size,
+            cache_salt,
+            kv_kind=f"{self.weights}/{dtype_name(self.kv_shape.dtype)}",
         )
 
     def mismatch(

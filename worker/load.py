@@ -8,7 +8,7 @@ from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from legato.worker.config import Role
-    from legato.worker.engine import EngineStats
+    from legato.worker.engine_stats import EngineStats
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.kv.block_pool import PoolCounters, PoolUsage
 
@@ -20,8 +20,11 @@ def worker_load(
     stats: EngineStats,
     transfers: TransferCounters,
     num_landing: int,
+    swap: PoolUsage | None,
 ) -> common_pb2.WorkerLoad:
-    """Gauges and counters; an engine's steps are of its worker's role."""
+    """Gauges and counters; an engine's steps are of its worker's role. `swap`: of the slots in the
+    host's memory; None: there are none.
+    """
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,
         free_blocks=usage.available,
@@ -40,6 +43,11 @@ def worker_load(
         kv_transfers_completed=transfers.completed,
         kv_transfers_failed=transfers.failed,
         kv_chunks_refused=transfers.chunks_refused,
+        swapped=stats.num_swapped,
+        preemptions=stats.num_preemptions,
+        preemptions_returned=stats.num_returned,
+        swap_total_blocks=swap.total if swap is not None else 0,
+        swap_held_blocks=swap.held if swap is not None else 0,
     )
     if role == "prefill":
         load.prefill_steps, load.prefill_tokens = stats.steps, stats.tokens

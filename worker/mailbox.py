@@ -30,16 +30,29 @@ class TokenEvent:
     num_forwards: int
     model_s: float
     wait_s: float  # submitted until its first step began
+    answer: int = 0  # of a prefilled sequence with several answers; their events come together
+    num_swaps: int = 0  # times that its KV was moved to the host's memory, so far
 
 
 @dataclass(frozen=True)
 class BrokenEvent:
-    """The model gave no usable logits: the answer ends without the token at `index`."""
+    """The model gave no usable logits: the answer ends without the token at `index`. Of a prefilled
+    sequence with several answers, all of them.
+    """
 
     index: int  # in the answer, from 0
 
 
-EngineEvent = JoinedEvent | TokenEvent | BrokenEvent
+@dataclass(frozen=True)
+class PreemptedEvent:
+    """The sequence had to leave for want of KV blocks, perhaps before it ever joined. Its tokens
+    were told before, and it goes on from them in another sequence.
+    """
+
+    num_preemptions: int  # so far
+
+
+EngineEvent = JoinedEvent | TokenEvent | BrokenEvent | PreemptedEvent
 
 
 class Mailbox:

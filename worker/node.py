@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from legato.protos import kv_transfer_pb2_grpc, worker_pb2_grpc
 from legato.worker.engine import Engine
 from legato.worker.handoff.peers import PeerChannels
 from legato.worker.handoff.receiver import KvReceiver
+from legato.worker.handoff.room_notes import RoomNotes
 from legato.worker.handoff.sender import KvSender
 from legato.worker.handoff.tickets import TicketBook
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.kv.cache import KvCache, KvShape
+from legato.worker.kv.cache import KvCache
+from legato.worker.kv.mover import KvMover
 from legato.worker.kv.pager import KvPager
 from legato.worker.load import worker_load
-from legato.worker.scheduling.decode import DecodeScheduler
+from legato.worker.scheduling.capacity import CapacityLedger
+from legato.worker.scheduling.capacity_decode import CapacityScheduler
+from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule
 from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.services.control import ControlService
 from legato.worker.services.decode import DecodeService
@@ -37,9 +39,12 @@ if TYPE_CHECKING:
     from legato.protos import common_pb2
     from legato.worker.config import WorkerConfig
     from legato.worker.engine import SampleFunction
+    from legato.worker.kv_budget import KvBudget
     from legato.worker.lifecycle import Lifecycle
     from legato.worker.loading import LoadedModel
     from legato.worker.scheduling.step import Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class WorkerNode:
     identity: Identity
     lifecycle: Lifecycle
     pool: BlockPool
+    host_pool: BlockPool | None  # slots for the KV of those that were preempted
     cache: KvCache
     engine: Engine
     tickets: TicketBook
@@ -62,6 +68,7 @@ class WorkerNode:
         cls,
         config: WorkerConfig,
         loaded: LoadedModel,
+        budget: KvBudget,
         *,
         lifecycle: Lifecycle,
         sample: SampleFunction,
@@ -71,19 +78,41 @@ class WorkerNode:
         """Allocates the pool and wires everything; starts nothing.
 
         Raises:
-            ValueError: the context or the memory given does not fit the model.
+            ValueError: the context given does not fit the model.
         """
         model = loaded.model.config
-        shape = KvShape.of(model, config, loaded.dtype)
-        num_blocks = shape.num_blocks(config.kv_memory_bytes)
-        check_kv_memory(config.kv_memory_bytes, loaded.device)
+        shape, num_blocks = budget.shape, budget.num_blocks
+        _log.info("%s", budget.summary())
+        if (warning := budget.warning()) is not None:
+            _log.warning("%s", warning)
         pool = BlockPool(num_blocks)
-        scheduler: Scheduler = (
-            PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
-            if config.role == "prefill"
-            else DecodeScheduler(config.block_size, config.max_batch_size)
-        )
+        rule = AdmissionRule(AdmissionMode(config.admission), config.admission_risk)
+        ledger = CapacityLedger(pool, config.block_size, rule)
+        num_slots = budget.num_swap_slots
+        host_pool = BlockPool(num_slots) if num_slots else None
         cache = KvCache(shape, num_blocks, loaded.device)
+        scheduler: Scheduler
+        mover = None
+        if config.role == "prefill":
+            scheduler = PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
+        else:
+            scheduler = CapacityScheduler(pool, ledger, config.max_batch_size, host_pool)
+            mover = KvMover(cache, num_slots)
+        engine = Engine(
+            model=loaded.model,
+            cache=cache,
+            scheduler=scheduler,
+            sample=sample,
+            device=loaded.device,
+            max_batch_size=config.max_batch_size,
+            loop=loop,
+            on_failure=on_failure,
+            counts_prompt_tokens=config.role == "prefill",
+            mover=mover,
+        )
+        # Each knows of the other: the engine is told what the tickets give back.
+        notes = RoomNotes(engine, lambda: tickets.wanted(), loop)
+        tickets = TicketBook(pool, ledger, block_size=config.block_size, on_change=notes.tell)
         return cls(
             identity=Identity(
                 worker_id=f"{config.role}-{uuid.uuid4().hex}",
@@ -98,19 +127,10 @@ class WorkerNode:
             ),
             lifecycle=lifecycle,
             pool=pool,
+            host_pool=host_pool,
             cache=cache,
-            engine=Engine(
-                model=loaded.model,
-                cache=cache,
-                scheduler=scheduler,
-                sample=sample,
-                device=loaded.device,
-                max_batch_size=config.max_batch_size,
-                loop=loop,
-                on_failure=on_failure,
-                counts_prompt_tokens=config.role == "prefill",
-            ),
-            tickets=TicketBook(pool, config.block_size),
+            engine=engine,
+            tickets=tickets,
             pager=KvPager(cache),
             peers=PeerChannels(),
             transfers=TransferCounters(),
@@ -126,6 +146,7 @@ class WorkerNode:
             self.engine.stats(),
             self.transfers,
             self.tickets.num_landing,
+            None if self.host_pool is None else self.host_pool.usage(),
         )
 
     def add_services(self, server: grpc.aio.Server, begin_drain: Callable[[], None]) -> None:
@@ -141,7 +162,14 @@ class WorkerNode:
             server,
         )
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(
-            DecodeService(self.identity, self.lifecycle, self.engine, self.tickets), server
+            DecodeService(
+                self.identity,
+                self.lifecycle,
+                self.engine,
+                self.tickets,
+                prefix_cache=self.prefix_cache,
+            ),
+            server,
         )
         kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(
             KvTransferService(self.identity.role, self._new_receiver), server
@@ -162,24 +190,3 @@ def _context_length(config: WorkerConfig, model_limit: int) -> int:
             f"context_length {config.context_length} exceeds the model's own {model_limit}"
         )
     return config.context_length
-
-
-def check_kv_memory(kv_memory_bytes: int, device: torch.device) -> None:
-    """Before anything is allocated: a machine short of memory kills others as well.
-
-    Raises:
-        ValueError: there is less, in use or not.
-    """
-    there = memory_bytes(device)
-    if kv_memory_bytes > there:
-        raise ValueError(
-            f"kv_memory_bytes is {kv_memory_bytes}, limit {there}: the memory of "
-            f"{'this machine' if device.type == 'cpu' else f'device {device}'}"
-        )
-
-
-def memory_bytes(device: torch.device) -> int:
-    """All the memory there is, in use or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -34,10 +34,10 @@ class SamplingRow:
     num_unread: int = 0  # sampled tokens whose values have not come back from the device
 
     @classmethod
-    def of(cls, sequence: RunningSequence) -> SamplingRow:
-        """The row of a sequence as it stands."""
+    def of(cls, sequence: RunningSequence, answer: int = 0) -> SamplingRow:
+        """The row of a sequence as it stands, for one of its answers."""
         return cls(
-            params=sequence.params,
+            params=sequence.params.for_answer(answer),
             prompt_token_ids=sequence.prompt_token_ids,
             output_token_ids=sequence.output_token_ids,
             banned_token_ids=sequence.banned_token_ids,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    def for_answer(self, answer: int) -> SamplingParams:
+        """Those of one of several answers, from 0: what a request of its own with `seed` + `answer`
+        would have.
+        """
+        return replace(self, seed=(self.seed + answer) % 2**63) if answer else self
 
     @classmethod
     def greedy_for(cls, max_tokens: int, *, ignore_eos: bool = False) -> SamplingParams:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.kv.prefix_hash import PrefixHasher
     from legato.worker.sampling_params import SamplingParams
     from legato.worker.scheduling.claim import Claim
 
@@ -55,7 +56,12 @@ class Sequence:
     params: SamplingParams
     eos_token_ids: frozenset[int]
     num_computed: int = 0
+    num_answers: int = 1  # first tokens to sample, all from the same logits; more in prefill only
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks; [] where none are
+    # On a decode worker with a prefix cache: names the blocks that the answer fills.
+    hasher: PrefixHasher | None = None
+    num_settled: int = 0  # of `num_computed` in decode, those that the device has certainly written
+    num_registered: int = 0  # first blocks of the lease that need not be registered any more
     num_cached: int = 0  # of `num_computed`, those that were found in the prefix cache
     num_unread: int = 0  # 0 or 1
     finish_reason: FinishReason | None = None
@@ -63,6 +69,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     arrival: int = 0  # the lesser came first to the router
     claim: Claim | None = None  # on a decode worker's pool; knows priority and preemptions
+    num_swaps: int = 0  # times that its KV was moved to the host's memory
     num_forwards: int = 0
     model_s: float = 0.0
     submitted_at_s: float = 0.0
@@ -76,6 +83,7 @@ class Sequence:
     def __post_init__(self) -> None:
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.end_token_ids = eos | self.params.stop_token_ids
+        self.block_hashes = list(self.block_hashes)  # its own: decode appends to it
         self.prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
         self.output_token_ids = self.token_ids[self.num_prompt_tokens :]
 
@@ -118,11 +126,14 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Adds a sampled token; returns why the answer ends with it, or None."""
-        index = self.num_output_tokens
+        self.finish_reason = self.end_with(token_id)
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
-        if token_id in self.end_token_ids and index >= self.params.min_tokens:
-            self.finish_reason = FinishReason.STOP
-        elif index + 1 >= self.params.max_tokens:
-            self.finish_reason = FinishReason.LENGTH
         return self.finish_reason
+
+    def end_with(self, token_id: int) -> FinishReason | None:
+        """Why the answer would end, were this its next token; None where it goes on."""
+        index = self.num_output_tokens
+        if token_id in self.end_token_ids and index >= self.params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if index + 1 >= self.params.max_tokens else None

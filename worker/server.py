@@ -16,9 +16,10 @@ from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.protos.malformed import RefuseMalformed
 from legato.worker.channel import SERVER_OPTIONS
+from legato.worker.kv_budget import KvBudget, check_memory
 from legato.worker.lifecycle import Lifecycle, Phase
 from legato.worker.loading import choose_device, load_model
-from legato.worker.node import WorkerNode, check_kv_memory
+from legato.worker.node import WorkerNode
 from legato.worker.sampler import launch_sample
 from legato.worker.spare_memory import give_back_code, give_back_freed
 from legato.worker.watchdog import watch
@@ -114,16 +115,18 @@ class WorkerServer:
         loaded = self._loaded
         if loaded is None:
             # Now, not when the weights have been read.
-            check_kv_memory(self._config.kv_memory_bytes, choose_device(self._config.device))
+            check_memory(self._config, choose_device(self._config.device))
             loaded = await asyncio.to_thread(load_model, self._config, self._on_progress)
         if loaded.device.type == "cpu" and not native.available():
             _log.warning(
                 "the CPU kernels were not compiled for this machine: tokens take several times "
                 "longer; install a C compiler and install legato again"
             )
+        budget = await asyncio.to_thread(KvBudget.of, self._config, loaded)
         node = WorkerNode.build(
             self._config,
             loaded,
+            budget,
             lifecycle=self._lifecycle,
             sample=self._sample,
             loop=asyncio.get_running_loop(),

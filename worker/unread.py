@@ -18,8 +18,12 @@ class UnreadTokens:
     """The next step reads them where they are: only their places are known."""
 
     def __init__(self, sequences: SequenceOf[Sequence], token_ids: Tensor) -> None:
-        """`token_ids` [R] int64 on the device, of `sequences` in order."""
-        self._rows = {sequence: row for row, sequence in enumerate(sequences)}
+        """`token_ids` [R] int64 on the device: of `sequences` in order, a row for each answer."""
+        self._rows: dict[Sequence, int] = {}  # of the first answer
+        num_rows = 0
+        for sequence in sequences:
+            self._rows[sequence] = num_rows
+            num_rows += sequence.num_answers
         self._token_ids = token_ids
 
     def copy_into(self, token_ids: Tensor, places: list[tuple[int, Sequence]]) -> None:

@@ -13,6 +13,7 @@ from legato.bench.simulation.kv_model import (
     prompt_token,
     row_of,
 )
+from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.sequence import Sequence
 
@@ -102,15 +103,21 @@ class Answer:
         """The KV of one of its tokens."""
         return row_of(self.content, position, token)
 
-    def block_hashes(self) -> list[bytes]:
-        """Names of the prompt's full blocks."""
-        num_full = self.request.num_prompt_tokens // self.block_size
-        return [b"%d:%d" % (self.content, block) for block in range(num_full)]
+    def tokens(self) -> list[int]:
+        """The prompt and what was emitted."""
+        return [self.token(p) for p in range(self.request.num_prompt_tokens + len(self.emitted))]
 
-    def new_sequence(self) -> Sequence:
-        """As the Decode call would make it, once all rows but the last token's have landed."""
+    def hasher(self) -> PrefixHasher:
+        """Names its blocks: prompts with the same content share theirs."""
+        return PrefixHasher("simulated", self.block_size, str(self.content), kv_kind="numbers")
+
+    def new_sequence(self, *, named: bool) -> Sequence:
+        """As the Decode call would make it, once all rows but the last token's have landed.
+
+        `named`: the worker has a prefix cache.
+        """
         num_prompt = self.request.num_prompt_tokens
-        tokens = [self.token(p) for p in range(num_prompt + len(self.emitted))]
+        tokens = self.tokens()
         assert self.claim is not None
         return Sequence(
             token_ids=tokens,
@@ -118,6 +125,7 @@ class Answer:
             params=SamplingParams.greedy_for(self.request.max_tokens),
             eos_token_ids=frozenset((END_TOKEN,)),
             num_computed=len(tokens) - 1,
+            hasher=self.hasher() if named else None,
             lease=self.lease,
             arrival=self.request.number * 16 + self.index,
             claim=self.claim,

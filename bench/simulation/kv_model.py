@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from legato.worker.scheduling.decision import Decision
 
-_MASK = (1 << 40) - 1
+_MASK = (1 << 30) - 1  # tokens are int32
 END_TOKEN = 1  # sampled ones are greater
 
 

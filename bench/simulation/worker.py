@@ -189,7 +189,7 @@ class DecodeWorkerSimulation:
     def _begin_landing(self, answers: list[Answer]) -> None:
         first = answers[0]
         if first.claim is not None:
-            hashes = first.block_hashes() if self.workload.prefix_cache else []
+            hashes = self._block_hashes(first)
             blocks, first.num_found_blocks = self.ledger.bind(first.claim, hashes)
             first.lease = BlockLease(self.pool, blocks)
             self._log("bind", first.name, *blocks)
@@ -206,9 +206,8 @@ class DecodeWorkerSimulation:
         for position in range(first.num_found_blocks * size, num_rows):
             row = first.row(position, first.token(position))
             self.kv.write(first.lease.blocks, position, row)
-        if self.workload.prefix_cache:
-            for block, name in zip(first.lease.blocks, first.block_hashes(), strict=False):
-                self.pool.register(block, name)
+        for block, name in zip(first.lease.blocks, self._block_hashes(first), strict=False):
+            self.pool.register(block, name)
         num_full, rest = divmod(num_rows, size)
         for answer in answers:
             answer.emit(answer.prefill())
@@ -220,13 +219,17 @@ class DecodeWorkerSimulation:
                 answer.lease = BlockLease(self.pool, first.lease.blocks[:num_full] + own)
                 source = first.lease.blocks[num_full] if rest else None
                 self._log("fork", answer.name, *own)
-            sequence = answer.sequence = answer.new_sequence()
+            sequence = answer.sequence = answer.new_sequence(named=self.workload.prefix_cache)
             if source is not None:
                 self.fork_sources[sequence] = source
             self._commands.append(partial(self._submit, answer, sequence, source))
         for answer in answers:
             if len(answer.emitted) == answer.request.num_output_tokens:
                 self._end(answer, Outcome.FINISHED)  # prefill gave the last token
+
+    def _block_hashes(self, answer: Answer) -> list[bytes]:
+        """Of all rows that the hand-off brings."""
+        return answer.hasher().block_hashes(answer.tokens()) if self.workload.prefix_cache else []
 
     def _cancel(self, answers: list[Answer]) -> None:
         for answer in answers:

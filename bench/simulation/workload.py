@@ -42,7 +42,7 @@ class Workload:
     num_slots: int = 0  # blocks of host memory
     max_batch_size: int = 64
     mode: AdmissionMode = AdmissionMode.EXPECTED
-    risk: float = 0.6
+    risk: float = 0.7
     prior_tokens: int = PRIOR_TOKENS
     overlap: bool = False
     prefix_cache: bool = False

@@ -40,20 +40,71 @@ def read_answer(
     on_text: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """Reads a stream to its end. `on_text` gets every piece of text at once as it comes."""
+    """Reads a stream of one answer to its end. `on_text` gets every piece of text as it comes."""
+    [answer] = read_answers(responses, 1, lambda _, text: on_text(text), clock)
+    return answer
+
+
+def read_answers(
+    responses: Iterable[generation_pb2.GenerateResponse],
+    num_answers: int,
+    on_text: Callable[[int, str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Answer]:
+    """Reads a stream to its end.
+
+    `on_text` gets the index of an answer with every piece of its text as it comes, and with ""
+    when it has finished.
+    """
     started_s = clock()
-    answer = Answer()
+    answers = [Answer() for _ in range(num_answers)]
     for response in responses:
+        answer = answers[response.index]
         if response.WhichOneof("event") == "finish":
             answer.finish = response.finish
+            on_text(response.index, "")
             continue
         delta = response.delta
         answer.token_ids += delta.token_ids
         answer.token_times_s += _spread(answer, clock() - started_s, len(delta.token_ids))
         if delta.text:
             answer.text += delta.text
-            on_text(delta.text)
-    return answer
+            on_text(response.index, delta.text)
+    return answers
+
+
+class InTurn:
+    """Shows several answers one after the other, though their pieces come mixed.
+
+    The first that has not finished is shown as it comes, the others when it is their turn.
+    """
+
+    def __init__(self, num_answers: int, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._kept = [""] * num_answers
+        self._finished = [False] * num_answers
+        self._shown = 0  # which one's turn it is
+        self._begun = False  # nothing is shown before there is something
+
+    def take(self, index: int, text: str) -> None:
+        """As `read_answers` tells it: "" at an answer's end."""
+        if not self._begun:
+            self._begin()
+        self._finished[index] |= not text
+        if index != self._shown:
+            self._kept[index] += text
+            return
+        if text:
+            self._write(text)
+        while self._shown < len(self._kept) and self._finished[self._shown]:
+            self._shown += 1
+            if self._shown < len(self._kept):
+                self._write("\n\n")
+                self._begin()
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._write(f"[{self._shown + 1} of {len(self._kept)}]\n{self._kept[self._shown]}")
 
 
 def _spread(answer: Answer, now_s: float, num_tokens: int) -> list[float]:

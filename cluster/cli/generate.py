@@ -1,15 +1,16 @@
-"""`legato generate`: one prompt in, the answer out as it comes."""
+"""`legato generate`: one prompt in, one answer or several out as they come."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from legato.cluster.cli.answer import Answer, read_answer
+from legato.cluster.cli.answer import Answer, InTurn, read_answers
 from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect
 from legato.cluster.errors import ServiceError
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what the fields of the request can hold
 MAX_TIMEOUT_S = 1e9  # gRPC takes what is much longer for a deadline that has passed
+
+
+class PriorityName(StrEnum):
+    """Which requests go first."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
 
 
 def generate(
@@ -49,6 +57,13 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
     ] = None,
+    n: Annotated[
+        int,
+        typer.Option("--n", min=1, max=128, help="So many answers, each with a seed of its own."),
+    ] = 1,
+    priority: Annotated[
+        PriorityName, typer.Option(help="batch yields to interactive.")
+    ] = PriorityName.INTERACTIVE,
     stats: Annotated[bool, typer.Option("--stats", help="Timings on standard error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end.")] = False,
     timeout: Annotated[
@@ -59,6 +74,8 @@ def generate(
 ) -> None:
     """Send a prompt and print the answer as it comes. Ctrl-C cancels it.
 
+    Several answers (--n) are printed one after the other, each under its number.
+
     Examples:
 
         legato generate "Why is the sky blue?" --max-tokens 64
@@ -66,6 +83,8 @@ def generate(
         legato generate --raw "Once upon a time" --temperature 0 --stats
 
         cat letter.txt | legato generate - --system "Summarise in one sentence."
+
+        legato generate "A name for a cat" --n 3 --max-tokens 16
     """
     from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -88,16 +107,25 @@ def generate(
             stop=stop or [],
         )
         request = make_request(text, sampling, chat=chat, system=system)
+        request.n = n
+        if priority is PriorityName.BATCH:
+            request.priority = common_pb2.PRIORITY_BATCH
         call = stub.Generate(request, timeout=timeout)
-        answer = _print_stream(call, call.cancel, quiet=as_json, timeout_s=timeout)
+        answers = _print_stream(call, call.cancel, n, quiet=as_json, timeout_s=timeout)
     if as_json:
-        print(json.dumps(_as_dict(answer), ensure_ascii=False))
+        objects = [_as_dict(answer) for answer in answers]
+        shown = objects[0] if n == 1 else {"answers": objects}
+        print(json.dumps(shown, ensure_ascii=False))
     if stats:
         from rich.console import Console
 
         from legato.cluster.cli.timing_table import timing_table
 
-        Console(stderr=True).print(timing_table(answer))
+        console = Console(stderr=True)
+        for number, answer in enumerate(answers, start=1):
+            if n > 1:
+                console.print(f"\n{number} of {n}", highlight=False)
+            console.print(timing_table(answer))
 
 
 def make_request(
@@ -122,10 +150,11 @@ def make_request(
 def _print_stream(
     responses: Iterable[generation_pb2.GenerateResponse],
     cancel: Callable[[], object],
+    num_answers: int,
     *,
     quiet: bool,
     timeout_s: float | None = None,
-) -> Answer:
+) -> list[Answer]:
     import grpc
 
     num_tokens = 0
@@ -137,7 +166,7 @@ def _print_stream(
             yield response
 
     try:
-        answer = read_answer(counted(), (lambda _: None) if quiet else write_text)
+        answers = read_answers(counted(), num_answers, _writer(num_answers, quiet=quiet))
     except grpc.RpcError as error:
         # Of its own deadline gRPC says no more than its name; the service's has a sentence.
         if timeout_s is None or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -149,11 +178,19 @@ def _print_stream(
     except BaseException:
         cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
         raise
-    if not quiet and sys.stdout.isatty():
+    if not quiet and (num_answers > 1 or sys.stdout.isatty()):
         print()
-    if answer.finish is None:
+    if any(answer.finish is None for answer in answers):
         raise ServiceError("the stream ended without a finish: the answer is incomplete")
-    return answer
+    return answers
+
+
+def _writer(num_answers: int, *, quiet: bool) -> Callable[[int, str], None]:
+    if quiet:
+        return lambda _, __: None
+    if num_answers > 1:
+        return InTurn(num_answers, write_text).take
+    return lambda _, text: write_text(text)
 
 
 def write_text(text: str) -> None:

@@ -54,9 +54,16 @@ def main() -> None:
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "legato"
-        sentence = error.format_message() if hasattr(error, "format_message") else str(error)
-        _fail(f"{sentence} (see `{command} --help`)", 2)
+        _fail(f"{_sentence(error)} (see `{command} --help`)", 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _sentence(error: Exception) -> str:
+    """What is wrong, with the value that was given: Typer's own checks name the limit alone."""
+    sentence = str(error.format_message() if hasattr(error, "format_message") else error)
+    checks = getattr(error.__cause__, "errors", None)  # pydantic's
+    given = repr(checks()[0]["input"]) if checks is not None else ""
+    return sentence if given in sentence else f"{sentence.rstrip('.')}, got {given}"
 
 
 def _fail(message: str, code: int) -> None:

@@ -17,11 +17,11 @@ from legato.cluster.cli.connection import (
     connect,
     is_open,
 )
+from legato.cluster.cli.status_table import kv_table, role_name, status_lines, worker_table
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
     import psutil
-    from rich.table import Table
 
     from legato.protos import cluster_pb2
 
@@ -64,7 +64,9 @@ def status(
         for line in status_lines(answer):
             print(line)
         # A pipe has no width: there nothing is shortened to fit.
-        Console(width=None if sys.stdout.isatty() else 200).print(worker_table(answer))
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        console.print(worker_table(answer))
+        console.print(kv_table(answer))
     if not answer.ready:
         raise typer.Exit(3)
 
@@ -94,13 +96,13 @@ def scale(
     with connect(choose_address(address, port)) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         answer = stub.ScalePool(request, timeout=CALL_TIMEOUT_S)
-        print("target: " + ", ".join(f"{_role(t.role)} {t.target}" for t in answer.targets))
-        if empty := [_role(t.role) for t in answer.targets if not t.target]:
+        print("target: " + ", ".join(f"{role_name(t.role)} {t.target}" for t in answer.targets))
+        if empty := [role_name(t.role) for t in answer.targets if not t.target]:
             print(f"nothing is served with no {' and no '.join(empty)} worker", file=sys.stderr)
         deadline_s = time.monotonic() + (wait or 0)
         while wait is not None:
             now = stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
-            late = [f"{_role(pool.role)}: {pool.message}" for pool in now.pools if pool.message]
+            late = [f"{role_name(pool.role)}: {pool.message}" for pool in now.pools if pool.message]
             if not late:
                 break
             if time.monotonic() > deadline_s:
@@ -164,65 +166,6 @@ def parse_targets(words: list[str]) -> list[cluster_pb2.PoolTarget]:
             raise typer.BadParameter(f"{pool} must be in [0, 1024], got {size}")
         targets[pool] = cluster_pb2.PoolTarget(role=roles[pool], target=int(size))
     return list(targets.values())
-
-
-def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
-    """The service, its queue, and what each pool says."""
-    router = answer.router
-    lines = [
-        f"{answer.model}: {'ready' if answer.ready else 'NOT READY'}, up {answer.uptime_s:.0f} s, "
-        f"legato {answer.version}, owner {answer.owner_pid} on {answer.owner_host}",
-        f"requests: {router.queued} queued, {router.in_flight} in flight, {router.completed} "
-        f"completed, {router.failed} failed, {router.cancelled} cancelled, {router.refused} "
-        f"refused, {router.moved} moved",
-    ]
-    for pool in answer.pools:
-        text = pool.message or f"{pool.ready} of {pool.target} ready"
-        lines.append(f"{_role(pool.role)}: {text}")
-    return lines
-
-
-def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
-    """One line a worker."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("worker", "state", "address", "pid"):
-        table.add_column(title, overflow="fold")
-    for title in ("running", "waiting", "KV blocks", "tokens"):
-        table.add_column(title, justify="right", overflow="fold")
-    for pool in answer.pools:
-        for worker in pool.workers:
-            load = worker.load
-            table.add_row(
-                short_id(worker.worker_id),
-                _phase(worker.phase),
-                worker.address,
-                str(worker.pid or ""),
-                str(load.running),
-                str(load.waiting),
-                f"{load.total_blocks - load.free_blocks:,} of {load.total_blocks:,}",
-                f"{load.prefill_tokens + load.decode_tokens:,}",
-            )
-    return table
-
-
-def short_id(worker_id: str) -> str:
-    """Role and the first eight digits: enough to tell workers apart; --json has all of it."""
-    role, _, digits = worker_id.partition("-")
-    return f"{role}-{digits[:8]}" if digits else worker_id
-
-
-def _role(role: int) -> str:
-    from legato.protos import common_pb2
-
-    return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()  # type: ignore[arg-type]  # enum values are ints at run time
-
-
-def _phase(phase: int) -> str:
-    from legato.protos import common_pb2
-
-    return common_pb2.WorkerPhase.Name(phase).removeprefix("WORKER_PHASE_").lower()  # type: ignore[arg-type]  # as above
 
 
 def _owner_process(answer: cluster_pb2.GetStatusResponse) -> psutil.Process | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from legato.cluster.cli.connection import DEFAULT_PORT
+from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
+from legato.cluster.cli.kv_capacity import kv_lines
+from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.progress import TerminalProgress
 from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
@@ -16,23 +18,8 @@ from legato.cluster.errors import ServiceError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from legato.cluster.config import Admission
     from legato.cluster.owner import Owner
-
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
-_UNIT = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNIT |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
-    _UNIT |= {_letter: 1024**_power, f"{_letter}I": 1024**_power}
-
-
-def parse_size(text: str) -> int:
-    """Bytes from 1GiB, 512MiB, 2GB (powers of 1000) or a plain number."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(
-            f"must be a size such as 512MiB or 2GiB, got {text!r}", param_hint="--kv-memory"
-        )
-    return int(float(match[1]) * _UNIT[(match[2] or "").upper()])
 
 
 def serve(
@@ -83,7 +70,33 @@ def serve(
             help="The same bits for a request alone and in company on CUDA too, at some speed.",
         ),
     ] = False,
-    kv_memory: Annotated[str, typer.Option(help="KV cache of each worker.")] = "1GiB",
+    kv_memory: Annotated[
+        str,
+        typer.Option(
+            help="KV cache of each worker: a size (4GiB, or plain bytes), or a number in (0, 1] "
+            "without a unit: that fraction of what is free after the weights and a step, shared "
+            "by the workers on one machine or GPU."
+        ),
+    ] = "1GiB",
+    swap_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory of each decode worker for the KV of preempted sequences; 0 is off. "
+            "Default: as much as its KV cache, at most a quarter of the machine's memory.",
+            show_default=False,
+        ),
+    ] = None,
+    admission: Annotated[
+        str,
+        typer.Option(
+            help="expected: a sequence enters where its expected answer fits beside the others'; "
+            "reserve: where its max_tokens do, and nobody is preempted."
+        ),
+    ] = EngineOptions.admission,
+    admission_risk: Annotated[
+        float,
+        typer.Option(help="The share of answers, in [0, 1), that may get longer than expected."),
+    ] = EngineOptions.admission_risk,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     context_length: Annotated[
         int | None, typer.Option(min=1, help="Lower than the model's own.")
@@ -143,11 +156,21 @@ def serve(
         raise typer.BadParameter(
             f"must be auto, cpu or cuda, got {device!r}", param_hint="--device"
         )
-    kv_memory_bytes = parse_size(kv_memory)
-    if kv_memory_bytes < 1:
+    if admission not in ("expected", "reserve"):
         raise typer.BadParameter(
-            f"must be at least 1 byte, got {kv_memory}", param_hint="--kv-memory"
+            f"must be expected or reserve, got {admission!r}", param_hint="--admission"
         )
+    if not 0 <= admission_risk < 1:
+        raise typer.BadParameter(
+            f"must be in [0, 1), got {admission_risk}", param_hint="--admission-risk"
+        )
+    kv_memory_fraction = parse_fraction(kv_memory, "--kv-memory")
+    kv_memory_bytes = EngineOptions.kv_memory_bytes
+    if kv_memory_fraction is None:
+        kv_memory_bytes = parse_size(kv_memory, "--kv-memory", ", or a fraction in (0, 1]")
+    swap_memory_bytes = None
+    if swap_memory is not None:
+        swap_memory_bytes = parse_size_or_0(swap_memory, "--swap-memory")
     config = ServiceConfig(
         model=model,
         prefill_workers=prefill,
@@ -164,6 +187,10 @@ def serve(
             deterministic=deterministic,
             weights=weights,
             kv_memory_bytes=kv_memory_bytes,
+            kv_memory_fraction=kv_memory_fraction,
+            swap_memory_bytes=swap_memory_bytes,
+            admission=cast("Admission", admission),
+            admission_risk=admission_risk,
             block_size=block_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
             prefix_cache=prefix_cache,
@@ -210,8 +237,23 @@ def run_service(
 
 
 def _stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
+    for line in _kv_lines(address):
+        progress.stage(line)
     progress.stage(f"ready at {address}")
     host, _, port = address.rpartition(":")
     at = "" if int(port) == DEFAULT_PORT and host == "127.0.0.1" else f" --address {address}"
     progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
     return owner.wait()
+
+
+def _kv_lines(address: str) -> list[str]:
+    from legato.cluster.owner import dial_address
+    from legato.protos import generation_pb2, generation_pb2_grpc
+
+    try:
+        with connect(dial_address(address)) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            model = stub.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
+    except ServiceError as error:  # the service may do well all the same
+        return [f"KV cache: not known ({error})"]
+    return kv_lines(model)

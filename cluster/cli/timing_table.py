@@ -28,6 +28,10 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
         ),
         ("hand-off", _ms(times.handoff_s), f"on the wire {_ms(times.kv_transfer_s)}"),
         ("decode", _ms(times.decode_s), f"the model {_ms(times.decode_model_s)}"),
+    ]
+    if times.preemptions:  # it stood still meanwhile
+        rows.append(("  preempted", f"{times.preemptions} times", "for want of KV room"))
+    rows += [
         ("delivery", _ms(times.delivery_s), ""),
         ("total", _ms(times.total_s), ""),
     ]

@@ -44,16 +44,22 @@ static lg_attention describe(const lg_op *op, int64_t s, int64_t kv_head, int64_
     };
 }
 
-/* out = sum / mass for the rows of `a`, whose first token is number `token` of the batch. */
-static void finish(const lg_op *op, const lg_attention *a, lg_partial done, int64_t token) {
+/* out = sum / mass for the rows of `a`, whose first token is number `token` of the batch. Returns
+ * whether all of it is finite. */
+static int finish(const lg_op *op, const lg_attention *a, lg_partial done, int64_t token) {
+    lg_f32x16 zeros = {};
     for (int64_t i = 0; i < a->rows; i++) {
         const int64_t head = a->kv_head * a->group + i % a->group;
         float *out = (float *)op->p[P_OUT] +
                      ((token + i / a->group) * op->n[N_HEADS] + head) * a->head_dim;
         const float inverse = 1.0f / done.mass[i];
-        for (int64_t d = 0; d < a->head_dim; d += LG_LANES)
-            lg_store_n(out + d, lg_load(done.sum + i * a->width + d) * inverse, a->head_dim - d);
+        for (int64_t d = 0; d < a->head_dim; d += LG_LANES) {
+            const lg_f32x16 v = lg_load(done.sum + i * a->width + d) * inverse;
+            lg_store_n(out + d, v, a->head_dim - d);
+            zeros += v * 0.0f;
+        }
     }
+    return lg_sum(zeros) == 0.0f;
 }
 
 /* The memory of a thread that takes tasks of up to `rows` query rows. */
@@ -74,8 +80,8 @@ static void gather(const lg_op *op, lg_attention *a, int64_t token, task_memory 
     lg_gather_queries(a, q + a->kv_head * a->group * a->head_dim, op->n[N_Q_STRIDE], memory.rest);
 }
 
-/* All splits of the rows of `a`, in order. */
-static void attend(const lg_op *op, lg_attention *a, int64_t token, task_memory memory) {
+/* All splits of the rows of `a`, in order. Returns whether the result is finite. */
+static int attend(const lg_op *op, lg_attention *a, int64_t token, task_memory memory) {
     lg_partial all = lg_partial_at(memory.partials[0], a->rows, a->width);
     lg_partial one = lg_partial_at(memory.partials[1], a->rows, a->width);
     const int64_t first = lg_first_split(a), end = lg_end_split(a);
@@ -86,7 +92,7 @@ static void attend(const lg_op *op, lg_attention *a, int64_t token, task_memory 
                         memory.rest);
         if (split > first) lg_merge_split(all, one, a->rows, a->width);
     }
-    finish(op, a, all, token);
+    return finish(op, a, all, token);
 }
 
 LG_INLINE int64_t num_splits(const lg_op *op, int64_t s) {
@@ -218,8 +224,13 @@ LG_API void lg_paged_prefill(const lg_op *op, lg_team *team) {
         const int64_t first = (tiles - 1 - (task - before) / kv_heads) * tile;
         const int64_t queries = starts[s + 1] - starts[s];
         const int64_t tokens = queries - first < tile ? queries - first : tile;
-        lg_attention a = describe(op, s, (task - before) % kv_heads,
-                                  context_len(op, s) - queries + first, tokens);
-        attend(op, &a, starts[s] + first, memory);
+        const int64_t head = (task - before) % kv_heads, at = context_len(op, s) - queries + first;
+        lg_attention a = describe(op, s, head, at, tokens);
+        if (attend(op, &a, starts[s] + first, memory)) continue;
+        /* Tokens side by side give V that only some of them see a weight of 0, and 0 * NaN is NaN. */
+        for (int64_t i = 0; i < tokens && tokens > 1; i++) {
+            a = describe(op, s, head, at + i, 1);
+            attend(op, &a, starts[s] + first + i, memory);
+        }
     }
 }

@@ -16,12 +16,13 @@ from local_service import request as greedy_request
 from router_service import Service, ask
 from router_service import collect as collect_fake
 from tiny_models import make_llama_folder
-from worker_pair import running_pair, running_worker
+from worker_pair import running_pair, running_worker, sampling
 
-from legato.cluster.cli.serve import parse_size
+from legato.cluster.cli.memory_size import parse_fraction, parse_size
 from legato.cluster.sampling_rules import shown_float
 from legato.protos import worker_pb2
-from legato.worker.byte_size import parse_byte_size
+from legato.worker.byte_size import parse_byte_size, parse_byte_size_or_0
+from legato.worker.byte_size import parse_fraction as read_fraction
 from legato.worker.config import WorkerConfig
 from legato.worker.server import WorkerServer
 from legato.worker.services import call_limit
@@ -83,7 +84,7 @@ async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes
 async def test_malformed_requests_to_a_worker_are_the_callers_fault(
     method: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_worker("decode") as worker:
+    async with running_worker("decode", num_blocks=128) as worker:
         call = worker.channel.stream_stream(f"/legato.v1.{method}")(timeout=5)
         await call.write(data)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -92,16 +93,22 @@ async def test_malformed_requests_to_a_worker_are_the_callers_fault(
     assert caplog.records == []  # no stack trace for each
 
 
+@pytest.mark.parametrize("started", [False, True])
 async def test_a_malformed_message_within_a_stream_frees_what_the_call_held(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, started: bool
 ) -> None:
-    async with running_worker("decode") as worker:
+    async with running_worker("decode", num_blocks=128) as worker:
         call = worker.channel.stream_stream("/legato.v1.DecodeWorker/Decode")(timeout=5)
         key = worker_pb2.AttemptKey(request_id="r", attempt=1)
-        reserve = worker_pb2.Reserve(key=key, num_handoff_tokens=3, max_kv_tokens=7)
+        reserve = worker_pb2.Reserve(
+            key=key, token_ids=[1, 2, 3], num_prompt_tokens=3, sampling=sampling(5)
+        )
         await call.write(worker_pb2.DecodeCommand(reserve=reserve).SerializeToString())
         assert worker_pb2.DecodeEvent.FromString(await call.read()).HasField("ticket")
         assert worker.load().reserved_blocks > 0
+        if started:
+            start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=7)])
+            await call.write(worker_pb2.DecodeCommand(start=start).SerializeToString())
         await call.write(b"\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await worker.until_idle()
@@ -129,7 +136,9 @@ async def test_a_ticket_that_is_never_used_ends_without_a_deadline(
     async with running_pair() as pair:
         call = pair.d.decode.Decode()
         key = worker_pb2.AttemptKey(request_id="idle", attempt=1)
-        reserve = worker_pb2.Reserve(key=key, num_handoff_tokens=3, max_kv_tokens=7)
+        reserve = worker_pb2.Reserve(
+            key=key, token_ids=[1, 2, 3], num_prompt_tokens=3, sampling=sampling(5)
+        )
         await call.write(worker_pb2.DecodeCommand(reserve=reserve))
         assert (await call.read()).WhichOneof("event") == "ticket"
         assert pair.d.load().reserved_blocks > 0
@@ -160,9 +169,19 @@ def test_a_worker_reads_sizes_as_the_service_does(text: str) -> None:
     assert parse_byte_size(text) == parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["0.6", ".25", "1", "1.0", "2", "0", "1GiB", "0.5GiB", "", "x"])
+def test_a_worker_reads_fractions_as_the_service_does(text: str) -> None:
+    assert read_fraction(text, "--x") == parse_fraction(text, "--x")
+
+
 def test_a_wrong_size_is_named() -> None:
     with pytest.raises(ValueError, match=r"--kv-memory must look like 1GiB, .* got 'lots'"):
         parse_byte_size("lots", "--kv-memory")
+    with pytest.raises(ValueError, match=r"--kv-memory without a unit must be .* got '1\.5'"):
+        read_fraction("1.5", "--kv-memory")
+    assert parse_byte_size_or_0("0", "--swap-memory") == 0
+    with pytest.raises(ValueError, match=r"--swap-memory must look like .*, or 0 for none, got"):
+        parse_byte_size_or_0("-1", "--swap-memory")
 
 
 @pytest.mark.parametrize("parse", [parse_byte_size, parse_size])

@@ -166,12 +166,6 @@ BAD: list[tuple[str, Callable[[], generation_pb2.GenerateRequest], grpc.StatusCo
     ("empty stop", lambda: request("x", stop=[""]), INVALID, ["stop"]),
     ("unknown role", lambda: chat("wizard"), INVALID, ["role", "wizard", "assistant"]),
     (
-        "n 2",
-        lambda: generation_pb2.GenerateRequest(text="x", n=2),
-        grpc.StatusCode.UNIMPLEMENTED,
-        ["n"],
-    ),
-    (
         "huge n",
         lambda: generation_pb2.GenerateRequest(text="x", n=1_000_000),
         INVALID,

@@ -39,7 +39,9 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize(("weights", "dtype"), [("keep", "bfloat16"), ("auto", "bfloat16")])
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [("keep", "bfloat16"), ("auto", "bfloat16"), ("auto", "float32")]
+)
 async def test_a_worker_stays_within_its_memory(
     monkeypatch: pytest.MonkeyPatch, weights: str, dtype: str
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from kernel_paths import use_path
 from paged_kv import PagedCase, make_case
 from torch import Tensor
 
@@ -205,6 +206,37 @@ def test_prefill_gives_the_same_bits_in_chunks_in_company_and_as_decode(
         one = chunk(alone, position, position + 1)
         assert one.plan.one_query_each  # the decode kernel
         assert torch.equal(attend(one), whole[position : position + 1])
+
+
+@pytest.mark.parametrize("path", ["native", "portable"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_is_not_finite_reaches_only_tokens_that_see_it(
+    path: str, kv_dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_path(path, monkeypatch)
+    for group, head_dim, bad in ((1, 6, 20), (2, 64, 31), (3, 80, 62), (7, 34, 64)):
+        case = make_case(
+            context_lens=[90, 90],
+            num_queries=[90, 80],
+            num_heads=2 * group,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            kv_dtype=kv_dtype,
+            window=window,
+        )
+        right = attend(case)
+        for position, value in ((bad, torch.inf), (bad + 1, torch.nan)):
+            scales = case.pages.k_scale, case.pages.v_scale
+            for rows, scale in zip((case.pages.k, case.pages.v), scales, strict=True):
+                (rows if scale is None else scale)[case.slot(0, position), 1] = value
+        found = attend(case)
+        sees = torch.zeros(170, 2 * group, dtype=torch.bool)
+        sees[bad : bad + 1 + (window or 90), group:] = True
+        sees[90:] = False
+        torch.testing.assert_close(found[~sees], right[~sees], rtol=1e-5, atol=1e-5)
+        assert path == "portable" or torch.equal(found[~sees], right[~sees])
+        assert found[sees].isnan().all()
 
 
 @pytest.mark.parametrize("kv_dtype", DTYPES)

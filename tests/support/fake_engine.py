@@ -75,12 +75,13 @@ class FakeModel:
         weights = torch.arange(len(rows)) * 11 + 1
         return int((flat @ features * weights).sum() * 48271 % 2147483647 % VOCAB_SIZE)
 
-    def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    def expected(self, prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
         """The answer, computed without cache, blocks or workers."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             ids = torch.tensor(tokens)
-            tokens.append(self.next_token(self.rows(ids, torch.arange(len(tokens)))))
+            rows = self.rows(ids, torch.arange(len(tokens)))
+            tokens.append((self.next_token(rows) + seed) % VOCAB_SIZE)
         return tokens[len(prompt) :]
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
@@ -131,13 +132,13 @@ class ReadTokens:
 
 
 def fake_sample(logits: Logits, rows: Sequence[SamplingRow]) -> ReadTokens:
-    """Greedy; a banned token gives way to the next id that is not."""
+    """The best token's id plus the seed; a banned token gives way to the next id that is not."""
     sampled: list[Sampled | None] = []
     for row_logits, row in zip(logits.values, rows, strict=True):
         if row_logits.isnan().any():
             sampled.append(None)
             continue
-        token_id = int(row_logits.argmax())
+        token_id = (int(row_logits.argmax()) + row.params.seed) % VOCAB_SIZE
         while token_id in row.banned_token_ids:
             token_id = (token_id + 1) % VOCAB_SIZE
         top = ((token_id, -0.5),) if row.params.logprobs else ()

@@ -25,9 +25,12 @@ ROLE_NUMBERS = {
 BY_ADDRESS: dict[str, FakeWorker] = {}
 
 
-def scripted_token(prompt: list[int], index: int) -> int:
-    """A letter that depends on the prompt and on the position in the answer."""
-    return ord("a") + (sum(prompt) + 7 * index) % 26
+SEED = 3  # of the tests' requests
+
+
+def scripted_token(prompt: list[int], index: int, seed: int = SEED) -> int:
+    """A letter that depends on the prompt, on the position in the answer and on the seed."""
+    return ord("a") + (sum(prompt) + 7 * index + (seed - SEED) * (index + 3)) % 26
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Faults:
 
     refuse_reserves: int = 0  # answers to so many Reserves: RESOURCE_EXHAUSTED
     refusal_code: grpc.StatusCode = grpc.StatusCode.RESOURCE_EXHAUSTED
+    refuse_rows: int | None = None  # so many rows at the end, or more: RESOURCE_EXHAUSTED
     fail_prefills: int = 0  # so many prefills: INTERNAL before the first token
     fail_handoffs: int = 0  # so many hand-offs: HandoffFailed by this prefill worker
     skip_index: int | None = None  # decode leaves this token out
@@ -44,14 +48,39 @@ class Faults:
     lose_finish: bool = False  # decode sends every token, and never the word that it was the end
     break_at: int | None = None  # no usable logits for this token, in prefill or decode
     cut_short_at: int | None = None  # decode finishes as CANCELLED before this token
+    # By seed: an answer leaves as Preempted before these tokens, each once.
+    preempt_at: dict[int, list[int]] = field(default_factory=dict)
+    refuse_after_preemption: int = 0  # so many Reserves, from the next preemption on
+    swaps: int = 0  # that decode tells of every answer
 
 
 @dataclass
-class Sequence:
-    """One attempt on a decode worker."""
+class Attempt:
+    """One Decode call."""
 
-    blocks: int
+    reserve: worker_pb2.Reserve
     landed: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: set[int] = field(default_factory=set)
+    num_tokens: dict[int, int] = field(default_factory=dict)  # by answer, of this attempt
+
+    def num_blocks(self, block_size: int) -> int:
+        """As long as the KV that it holds; full blocks of the hand-off are shared."""
+        rows, num_answers = len(self.reserve.token_ids), self.reserve.num_answers
+        shared = rows // block_size if num_answers > 1 else 0
+        ends = [rows + 1] * num_answers
+        for answer, count in self.num_tokens.items():
+            ends[answer] = rows + max(1, count)
+        return shared + sum(-(-end // block_size) - shared for end in ends)
+
+
+@dataclass
+class Running:
+    """One answer of a Decode call."""
+
+    index: int  # of its next token
+    seed: int
+    forwards: int = 0
+    batch: list[worker_pb2.SampledToken] = field(default_factory=list)
 
 
 class FakeWorker(
@@ -82,19 +111,24 @@ class FakeWorker(
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
         self.weights = "float32"
-        self.protocol_version = 1
+        self.protocol_version = 2
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
-        self.used_blocks = 0
+        self.reused_tokens = 0  # rows of a hand-off that are said to be there already
         self.open_calls = 0
         self.prefills: list[worker_pb2.PrefillRequest] = []
         self.reserves: list[worker_pb2.Reserve] = []
+        self.stops: list[int] = []
         self.num_tokens_sent = 0
+        self.num_reports = 0
         self.address = ""
         self._epochs = itertools.count(1)
-        self._sequences: dict[int, Sequence] = {}
+        self._attempts: dict[int, Attempt] = {}  # by epoch
+        self._prefilling_blocks = 0
         self._going = asyncio.Event()  # cleared: the worker hangs
         self._going.set()
+        self.reporting = asyncio.Event()  # cleared: no load reports
+        self.reporting.set()
         self._server = grpc.aio.server(
             options=(
                 ("grpc.http2.min_ping_interval_without_data_ms", 0),
@@ -104,6 +138,12 @@ class FakeWorker(
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self, self._server)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, self._server)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(self, self._server)
+
+    @property
+    def used_blocks(self) -> int:
+        """Of all calls that are open."""
+        decoding = sum(a.num_blocks(self.block_size) for a in self._attempts.values())
+        return self._prefilling_blocks + decoding
 
     async def start(self) -> WorkerEndpoint:
         port = self._server.add_insecure_port("127.0.0.1:0")
@@ -135,31 +175,28 @@ class FakeWorker(
         self.prefills.append(request)
         blocks = -(-len(request.token_ids) // self.block_size)
         self.open_calls += 1
-        self.used_blocks += blocks
+        self._prefilling_blocks += blocks
         try:
             await self._pause(self.prefill_s)
             if self.faults.fail_prefills > 0:
                 self.faults.fail_prefills -= 1
                 await context.abort(grpc.StatusCode.INTERNAL, "the engine raised")
-            prompt = list(request.token_ids[: request.num_prompt_tokens])
             index = len(request.token_ids) - request.num_prompt_tokens
             if index == self.faults.break_at:
                 await context.abort(grpc.StatusCode.INTERNAL, "NaN", (NEVER_RETRY,))
             finish = self._finish_reason(index, request.sampling)
-            yield worker_pb2.PrefillEvent(
-                first_token=worker_pb2.FirstToken(
-                    token=self._sample(prompt, index, request.sampling),
-                    wait_s=0.001,
-                    model_s=0.002,
-                    prefill_forwards=1,
+            first = worker_pb2.FirstToken(wait_s=0.001, model_s=0.002, prefill_forwards=1)
+            for answer in range(request.num_answers):
+                first.answers.add(
+                    token=self._sample(request, index, request.sampling.seed + answer),
                     finished=finish != common_pb2.FINISH_REASON_UNSPECIFIED,
                     finish_reason=finish,
                 )
-            )
+            yield worker_pb2.PrefillEvent(first_token=first)
             if finish == common_pb2.FINISH_REASON_UNSPECIFIED and request.HasField("ticket"):
                 yield await self._hand_off(request)
         finally:
-            self.used_blocks -= blocks
+            self._prefilling_blocks -= blocks
             self.open_calls -= 1
 
     async def _hand_off(self, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillEvent:
@@ -171,15 +208,18 @@ class FakeWorker(
             self.faults.fail_handoffs -= 1
             return worker_pb2.PrefillEvent(handoff_failed=failed(reason="the link broke"))
         decode = BY_ADDRESS.get(request.decode_address)
-        sequence = decode._sequences.get(request.ticket.epoch) if decode is not None else None
-        if sequence is None:
+        attempt = decode._attempts.get(request.ticket.epoch) if decode is not None else None
+        if attempt is None or decode is None:
             return worker_pb2.PrefillEvent(
                 handoff_failed=failed(decode_lost=True, reason="no such ticket")
             )
-        sequence.landed.set()
+        assert attempt.reserve.token_ids == request.token_ids, "the KV is another's"
+        attempt.landed.set()
         return worker_pb2.PrefillEvent(
             handoff_done=worker_pb2.HandoffDone(
-                kv_bytes=len(request.token_ids) * KV_BYTES_PER_TOKEN, transfer_s=0.003
+                kv_bytes=len(request.token_ids) * KV_BYTES_PER_TOKEN,
+                transfer_s=0.003,
+                reused_tokens=decode.reused_tokens,
             )
         )
 
@@ -192,75 +232,126 @@ class FakeWorker(
     ) -> AsyncIterator[worker_pb2.DecodeEvent]:
         self.open_calls += 1
         epoch = next(self._epochs)
-        sequence = Sequence(blocks=0)
+        listening: asyncio.Task[None] | None = None
         try:
-            reserve = (await anext(request_iterator)).reserve
-            self.reserves.append(reserve)
-            blocks = -(-reserve.max_kv_tokens // self.block_size)
-            if self.faults.refuse_reserves > 0:
-                self.faults.refuse_reserves -= 1
-                await context.abort(self.faults.refusal_code, "not now")
-            if blocks > self.total_blocks:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "can never fit")
-            if blocks > self.total_blocks - self.used_blocks:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no blocks free")
-            sequence.blocks = blocks
-            self.used_blocks += blocks
-            self._sequences[epoch] = sequence
+            attempt = Attempt((await anext(request_iterator)).reserve)
+            self.reserves.append(attempt.reserve)
+            await self._check_room(attempt, context)
+            self._attempts[epoch] = attempt
             await self._pause(0)
             yield worker_pb2.DecodeEvent(
                 ticket=worker_pb2.KvTicket(
-                    key=reserve.key, epoch=epoch, worker_id=self.worker_id, blocks=blocks
+                    key=attempt.reserve.key,
+                    epoch=epoch,
+                    worker_id=self.worker_id,
+                    blocks=attempt.num_blocks(self.block_size),
                 )
             )
             start = (await anext(request_iterator)).start
-            await sequence.landed.wait()
+            listening = asyncio.create_task(self._listen(request_iterator, attempt))
+            await attempt.landed.wait()
             await self._pause(0)
             yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
-            async for tokens in self._steps(start):
-                yield worker_pb2.DecodeEvent(tokens=tokens)
+            async for event in self._steps(start, attempt):
+                yield event
             if self.faults.break_at is not None:
                 await context.abort(grpc.StatusCode.INTERNAL, "NaN", (NEVER_RETRY,))
         finally:
-            self._sequences.pop(epoch, None)
-            self.used_blocks -= sequence.blocks
+            if listening is not None:
+                listening.cancel()
+            self._attempts.pop(epoch, None)
             self.open_calls -= 1
 
-    async def _steps(self, start: worker_pb2.Start) -> AsyncIterator[worker_pb2.Tokens]:
-        prompt = list(start.token_ids[: start.num_prompt_tokens])
-        index = len(start.token_ids) - start.num_prompt_tokens
-        forwards, batch = 0, []
-        while True:
+    async def _check_room(
+        self, attempt: Attempt, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        if self.faults.refuse_reserves > 0:
+            self.faults.refuse_reserves -= 1
+            await context.abort(self.faults.refusal_code, "not now")
+        reserve = attempt.reserve
+        rows = reserve.num_prompt_tokens + reserve.sampling.max_tokens - 1
+        if self.faults.refuse_rows is not None and rows >= self.faults.refuse_rows:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "expected to grow too large")
+        blocks = attempt.num_blocks(self.block_size)
+        if -(-rows // self.block_size) > self.total_blocks:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "can never fit")
+        if blocks > self.total_blocks - self.used_blocks:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no blocks free")
+
+    async def _listen(
+        self, commands: AsyncIterator[worker_pb2.DecodeCommand], attempt: Attempt
+    ) -> None:
+        async for command in commands:
+            self.stops.append(command.stop.answer)
+            attempt.stopped.add(command.stop.answer)
+
+    async def _steps(
+        self, start: worker_pb2.Start, attempt: Attempt
+    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+        reserve = attempt.reserve
+        index = len(reserve.token_ids) - reserve.num_prompt_tokens + 1
+        running: dict[int, Running] = {}
+        for item in start.answers:
+            seed = reserve.sampling.seed + item.answer
+            assert item.token_id == self._sample(reserve, index - 1, seed).token_id
+            running[item.answer] = Running(index, seed)
+        while running:
             await self._pause(self.step_s)
-            if index in (self.faults.end_at, self.faults.break_at):
-                return
-            if index == self.faults.cut_short_at:
-                self.faults.cut_short_at = None
-                yield worker_pb2.Tokens(
-                    finished=True, finish_reason=common_pb2.FINISH_REASON_CANCELLED
-                )
-                return
-            finish = self._finish_reason(index, start.sampling)
-            forwards += 1
-            if index != self.faults.skip_index:
-                batch.append(self._sample(prompt, index, start.sampling))
-            finished = finish != common_pb2.FINISH_REASON_UNSPECIFIED
-            if finished and self.faults.lose_finish:
-                yield worker_pb2.Tokens(tokens=batch, decode_forwards=forwards)
-                return
-            if len(batch) >= self.tokens_per_event or finished:
-                self.num_tokens_sent += len(batch)
-                yield worker_pb2.Tokens(
-                    tokens=batch,
-                    finished=finished,
-                    finish_reason=finish,
-                    decode_forwards=forwards,
-                    model_s=forwards * 0.001,
-                )
-                batch = []
-            if finished:
-                return
-            index += 1
+            for number, answer in tuple(running.items()):
+                if number in attempt.stopped:
+                    del running[number]
+                    continue
+                index = answer.index
+                if index in (self.faults.end_at, self.faults.break_at):
+                    return
+                if index == self.faults.cut_short_at:
+                    self.faults.cut_short_at = None
+                    cut = worker_pb2.Tokens(
+                        answer=number,
+                        finished=True,
+                        finish_reason=common_pb2.FINISH_REASON_CANCELLED,
+                    )
+                    yield worker_pb2.DecodeEvent(tokens=cut)
+                    return
+                if index in self.faults.preempt_at.get(answer.seed, ()):
+                    self.faults.preempt_at[answer.seed].remove(index)
+                    self.faults.refuse_reserves += self.faults.refuse_after_preemption
+                    del running[number]
+                    if answer.batch:
+                        yield worker_pb2.DecodeEvent(tokens=self._tokens(number, answer))
+                    left = worker_pb2.Preempted(
+                        answer=number,
+                        num_preemptions=reserve.num_preemptions + self.faults.swaps + 1,
+                    )
+                    yield worker_pb2.DecodeEvent(preempted=left)
+                    continue
+                finish = self._finish_reason(index, reserve.sampling)
+                finished = finish != common_pb2.FINISH_REASON_UNSPECIFIED
+                answer.forwards += 1
+                answer.index += 1
+                attempt.num_tokens[number] = attempt.num_tokens.get(number, 0) + 1
+                if index != self.faults.skip_index:
+                    answer.batch.append(self._sample(reserve, index, answer.seed))
+                if finished and self.faults.lose_finish:
+                    yield worker_pb2.DecodeEvent(tokens=self._tokens(number, answer))
+                    return
+                if finished or len(answer.batch) >= self.tokens_per_event:
+                    tokens = self._tokens(number, answer)
+                    tokens.finished, tokens.finish_reason = finished, finish
+                    yield worker_pb2.DecodeEvent(tokens=tokens)
+                if finished:
+                    del running[number]
+
+    def _tokens(self, number: int, answer: Running) -> worker_pb2.Tokens:
+        batch, answer.batch = answer.batch, []
+        self.num_tokens_sent += len(batch)
+        return worker_pb2.Tokens(
+            answer=number,
+            tokens=batch,
+            decode_forwards=answer.forwards,
+            model_s=answer.forwards * 0.001,
+            swaps=self.faults.swaps,
+        )
 
     # --- control ------------------------------------------------------------------------------
 
@@ -294,6 +385,8 @@ class FakeWorker(
     ) -> AsyncIterator[worker_pb2.WorkerReport]:
         while True:
             await self._going.wait()
+            await self.reporting.wait()
+            self.num_reports += 1
             yield worker_pb2.WorkerReport(
                 phase=self.phase,
                 load=common_pb2.WorkerLoad(
@@ -314,10 +407,11 @@ class FakeWorker(
     # --- the model ----------------------------------------------------------------------------
 
     def _sample(
-        self, prompt: list[int], index: int, sampling: common_pb2.SamplingParams
+        self, request: worker_pb2.PrefillRequest | worker_pb2.Reserve, index: int, seed: int
     ) -> worker_pb2.SampledToken:
-        token = worker_pb2.SampledToken(token_id=scripted_token(prompt, index), index=index)
-        if sampling.HasField("logprobs"):
+        prompt = list(request.token_ids[: request.num_prompt_tokens])
+        token = worker_pb2.SampledToken(token_id=scripted_token(prompt, index, seed), index=index)
+        if request.sampling.HasField("logprobs"):
             token.logprobs.logprob = -float(index)
         return token
 

@@ -7,13 +7,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fake_worker import FakeWorker, scripted_token
+from fake_worker import SEED, FakeWorker, scripted_token
 
 from legato.cluster.client import AsyncClient
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
 from legato.cluster.request import ModelLimits, RequestSpec
 from legato.cluster.router import Router
+from legato.cluster.timings import Phase
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def fake_parse(
         eos_token_ids=text.eos_token_ids,
         cache_salt=request.cache_salt,
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
+        num_answers=request.n or 1,
     )
 
 
@@ -190,37 +192,56 @@ def ask(
     *,
     request_id: str = "",
     batch: bool = False,
+    n: int | None = None,
     **sampling: Any,  # noqa: ANN401
 ) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(
+        n=n,
         request_id=request_id,
         text=prompt,
         priority=common_pb2.PRIORITY_BATCH if batch else common_pb2.PRIORITY_INTERACTIVE,
-        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, seed=3, **sampling),
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, seed=SEED, **sampling),
     )
 
 
-def expected(prompt: str, num_tokens: int) -> list[int]:
-    return [scripted_token(list(prompt.encode()), index) for index in range(num_tokens)]
+def expected(prompt: str, num_tokens: int, answer: int = 0) -> list[int]:
+    """What the fake model says, as ids."""
+    ids = list(prompt.encode())
+    return [scripted_token(ids, index, SEED + answer) for index in range(num_tokens)]
 
 
 async def collect(
     service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
 ) -> Result:
-    """Reads one answer to its end; checks that the offsets have no gap."""
-    token_ids: list[int] = []
-    text = ""
-    finish: generation_pb2.Finish | None = None
+    """Reads the one answer to its end."""
+    [result] = await collect_all(service, request, timeout_s)
+    return result
+
+
+async def collect_all(
+    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
+) -> list[Result]:
+    """Reads all answers to their ends; checks that the offsets have no gap, and that each ends
+    once.
+    """
+    token_ids: dict[int, list[int]] = {index: [] for index in range(request.n or 1)}
+    texts = dict.fromkeys(token_ids, "")
+    finishes: dict[int, generation_pb2.Finish] = {}
     async for response in service.client.generate(request, timeout_s=timeout_s):
-        assert finish is None, "nothing comes after the finish"
+        index = response.index
+        assert index in token_ids
+        assert index not in finishes, "nothing comes after the finish"
         assert response.request_id
         if response.HasField("delta"):
-            assert response.delta.token_offset == len(token_ids)
-            token_ids += response.delta.token_ids
-            text += response.delta.text
+            assert response.delta.token_offset == len(token_ids[index])
+            token_ids[index] += response.delta.token_ids
+            texts[index] += response.delta.text
         else:
-            finish = response.finish
-    assert finish is not None, "the stream ends with a finish"
-    assert finish.usage.completion_tokens == len(token_ids)
-    assert finish.usage.prompt_tokens == len(request.text)
-    return Result(token_ids, text, finish)
+            finishes[index] = response.finish
+    assert finishes.keys() == token_ids.keys(), "each answer ends with a finish"
+    for index, finish in finishes.items():
+        assert finish.usage.completion_tokens == len(token_ids[index])
+        assert finish.usage.prompt_tokens == len(request.text)
+        phases = [getattr(finish.timings, phase.value) for phase in Phase]
+        assert sum(phases) == finish.timings.total_s
+    return [Result(token_ids[i], texts[i], finishes[i]) for i in token_ids]

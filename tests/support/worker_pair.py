@@ -71,6 +71,7 @@ class Worker:
 
     async def until_idle(self) -> None:
         """LEAK0: every gauge is back at its baseline, and the pool is whole."""
+        tickets = self.server.node.tickets
         await self.until(
             lambda load: (
                 load.free_blocks == load.total_blocks
@@ -80,10 +81,13 @@ class Worker:
                 and not load.waiting
                 and not load.transferring
                 and not load.waiting_tokens
+                and not load.swapped
+                and not load.swap_held_blocks
+                and len(tickets) == 0  # blocks go back before the last message is written
             )
         )
         self.server.node.pool.check_integrity()
-        assert len(self.server.node.tickets) == 0
+        assert len(tickets._ledger) == 0
 
 
 @asynccontextmanager
@@ -156,7 +160,9 @@ async def running_pair(
 
 
 class Attempt:
-    """One request's way over a pair, a step at a time."""
+    """One request's way over a pair, a step at a time. With several answers, `finish_all` is the
+    last step; else `run` is all of them.
+    """
 
     def __init__(
         self,
@@ -169,6 +175,9 @@ class Attempt:
         eos: Sequence[int] = (),
         emitted: Sequence[int] = (),
         cache_salt: str = "",
+        num_answers: int = 1,
+        priority: common_pb2.Priority.ValueType = common_pb2.PRIORITY_INTERACTIVE,
+        arrival: int = 0,
     ) -> None:
         self.pair = pair
         self.prompt = list(prompt)
@@ -176,11 +185,19 @@ class Attempt:
         self.params = params
         self.eos = list(eos)
         self.cache_salt = cache_salt
+        self.num_answers = num_answers
+        self.priority = priority
+        self.arrival = arrival
+        self.num_preemptions = 0
         self.key = worker_pb2.AttemptKey(request_id=request_id, attempt=attempt)
         self.decode_call: Any = None
         self.prefill_call: Any = None
         self.ticket: worker_pb2.KvTicket | None = None
         self.first: worker_pb2.FirstToken | None = None
+        self.num_joined = 0
+        self.answers: dict[int, list[int]] = {}  # tokens of each of several
+        self.preempted: dict[int, int] = {}  # those of them that were, how often
+        self.open: set[int] = set()  # those of them that have not ended
 
     async def reserve(self) -> worker_pb2.KvTicket:
         """Waits for room like a router: asks again after RESOURCE_EXHAUSTED."""
@@ -193,13 +210,24 @@ class Attempt:
                         raise
                     await asyncio.sleep(0.01)
 
-    async def reserve_once(self) -> worker_pb2.KvTicket:
-        self.decode_call = self.pair.d.decode.Decode(timeout=WAIT_S)
-        reserve = worker_pb2.Reserve(
+    def reserve_message(self) -> worker_pb2.Reserve:
+        return worker_pb2.Reserve(
             key=self.key,
-            num_handoff_tokens=len(self.tokens),
-            max_kv_tokens=len(self.prompt) + self.params.max_tokens - 1,
+            token_ids=self.tokens,
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.params,
+            eos_token_ids=self.eos,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            arrival=self.arrival,
+            num_preemptions=self.num_preemptions,
+            num_answers=self.num_answers,
         )
+
+    async def reserve_once(self, reserve: worker_pb2.Reserve | None = None) -> worker_pb2.KvTicket:
+        self.decode_call = self.pair.d.decode.Decode(timeout=WAIT_S)
+        if reserve is None:
+            reserve = self.reserve_message()
         # Where the worker has ended the call already, the read below says why.
         with suppress(asyncio.InvalidStateError):
             await self.decode_call.write(worker_pb2.DecodeCommand(reserve=reserve))
@@ -219,6 +247,7 @@ class Attempt:
             ticket=self.ticket,
             decode_address=(address or self.pair.d.address) if self.ticket else "",
             cache_salt=self.cache_salt,
+            num_answers=self.num_answers,
         )
 
     def start_prefill(self, address: str | None = None) -> None:
@@ -230,52 +259,137 @@ class Attempt:
         event = await self.prefill_call.read()
         assert event.WhichOneof("event") == "first_token", event
         self.first = event.first_token
-        self.tokens.append(self.first.token.token_id)
+        assert len(self.first.answers) == self.num_answers
+        if self.num_answers == 1:
+            self.tokens.append(self.first.answers[0].token.token_id)
+        self.answers = {i: [a.token.token_id] for i, a in enumerate(self.first.answers)}
         return event.first_token
 
     async def handoff(self) -> worker_pb2.PrefillEvent:
         return await self.prefill_call.read()
 
-    async def start_decode(self) -> None:
-        await self.decode_call.write(
-            worker_pb2.DecodeCommand(
-                start=worker_pb2.Start(
-                    token_ids=self.tokens,
-                    num_prompt_tokens=len(self.prompt),
-                    sampling=self.params,
-                    eos_token_ids=self.eos,
-                )
+    async def start_decode(self, answers: dict[int, int] | None = None) -> None:
+        """`answers`: number and first token of those that go on; None: the only one does."""
+        going_on = {0: self.tokens[-1]} if answers is None else answers
+        self.open = set(going_on)
+        await self.command(
+            start=worker_pb2.Start(
+                answers=[
+                    worker_pb2.StartAnswer(answer=answer, token_id=token)
+                    for answer, token in going_on.items()
+                ]
             )
         )
 
+    async def stop(self, answer: int) -> None:
+        await self.command(stop=worker_pb2.Stop(answer=answer))
+        await self._note_end(answer)
+
+    async def _note_end(self, answer: int) -> None:
+        """As the router, it ends its side when it has all that it wants."""
+        self.open.discard(answer)
+        if not self.open:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self.decode_call.done_writing()
+
+    async def command(self, **fields: Any) -> None:  # noqa: ANN401  # the message's own
+        await self.decode_call.write(worker_pb2.DecodeCommand(**fields))
+
     async def run(self) -> list[int]:
-        """All of it; returns the whole answer after checking events and figures on the way."""
+        """All of it; returns the whole answer after checking events and figures on the way. Where
+        it is preempted it goes on in an attempt of its own, as the router would have it.
+        """
+        while not await self._run_once():
+            self.key.attempt += 1
+            self.ticket = None
+        return self.tokens[len(self.prompt) :]
+
+    async def _run_once(self) -> bool:
+        """False: preempted."""
         single = self.params.max_tokens - (len(self.tokens) - len(self.prompt)) == 1
         if not single:
             await self.reserve()
         self.start_prefill()
         offset = len(self.tokens)
-        first = await self.first_token()
+        first = (await self.first_token()).answers[0]
         assert first.token.index == offset - len(self.prompt)
         if first.finished:
             self.close()
-            return self.tokens[len(self.prompt) :]
+            return True
         await self.start_decode()
         handoff = await self.handoff()
         assert handoff.WhichOneof("event") == "handoff_done", handoff
-        joined = await self.decode_call.read()
-        assert joined.WhichOneof("event") == "joined", joined
+        self.handed_over = handoff.handoff_done
+        joined = False
         while True:
             event = await self.decode_call.read()
             assert event != grpc.aio.EOF, await self.decode_call.details()
-            for token in event.tokens.tokens:
-                assert token.index == len(self.tokens) - len(self.prompt)
-                self.tokens.append(token.token_id)
-            if event.tokens.finished:
-                break
+            match event.WhichOneof("event"):
+                case "joined":
+                    assert not joined
+                    joined = True
+                case "preempted":
+                    assert joined
+                    assert event.preempted.num_preemptions > self.num_preemptions
+                    self.num_preemptions = event.preempted.num_preemptions
+                    assert await self.decode_call.read() == grpc.aio.EOF
+                    return False
+                case kind:
+                    assert (kind, joined) == ("tokens", True)
+                    self._take(event.tokens)
+                    if event.tokens.finished:
+                        break
         self.finish = event.tokens
         assert event.tokens.decode_forwards == len(self.tokens) - offset - 1
-        return self.tokens[len(self.prompt) :]
+        assert await self.decode_call.read() == grpc.aio.EOF
+        return True
+
+    def _take(self, tokens: worker_pb2.Tokens) -> None:
+        for token in tokens.tokens:
+            assert token.index == len(self.tokens) - len(self.prompt)
+            self.tokens.append(token.token_id)
+
+    async def next_event(self) -> worker_pb2.DecodeEvent | None:
+        """Of several answers; None: the call has ended well."""
+        event = await self.decode_call.read()
+        if event == grpc.aio.EOF:
+            assert await self.decode_call.code() is grpc.StatusCode.OK
+            return None
+        match event.WhichOneof("event"):
+            case "joined":
+                self.num_joined += 1
+            case "tokens":
+                answer = self.answers[event.tokens.answer]
+                for token in event.tokens.tokens:
+                    assert token.index == len(answer), "an index is skipped or doubled"
+                    answer.append(token.token_id)
+                if event.tokens.finished:
+                    await self._note_end(event.tokens.answer)
+            case "preempted":
+                assert self.num_joined == 1, "so says the protocol"
+                self.preempted[event.preempted.answer] = event.preempted.num_preemptions
+                await self._note_end(event.preempted.answer)
+        return event
+
+    async def begin(self) -> list[int]:
+        """Up to the hand-off; returns which of several answers go on."""
+        await self.reserve()
+        self.start_prefill()
+        first = await self.first_token()
+        live = {i: a.token.token_id for i, a in enumerate(first.answers) if not a.finished}
+        if live:
+            await self.start_decode(live)
+            handoff = await self.handoff()
+            assert handoff.WhichOneof("event") == "handoff_done", handoff
+            self.handed_over = handoff.handoff_done
+        return list(live)
+
+    async def finish_all(self) -> dict[int, list[int]]:
+        """To the end of the call; the answers with all that came of them."""
+        while await self.next_event() is not None:
+            pass
+        assert self.num_joined <= 1
+        return self.answers
 
     def close(self) -> None:
         for call in (self.prefill_call, self.decode_call):

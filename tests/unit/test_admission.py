@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from legato.cluster.admission import Admission, Placement
+from legato.cluster.admission import Admission, Entry, Placement
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import RequestError
 from legato.cluster.policies import BATCH_AGEING_S, Demand, WorkerSnapshot
 
 if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
+    from legato.cluster.worker_view import DecodeShare
 
 
 @dataclass
@@ -24,28 +25,27 @@ class View:
 
     worker_id: str
     total: int
+    role: Role = "decode"
     used_blocks: int = 0
     backlog_tokens: int = 0
-    full: bool = False
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.total
+    refused: tuple[Demand, ...] = ()
+    granted: list[DecodeShare] = field(default_factory=list)
 
     def snapshot(self) -> WorkerSnapshot:
         return WorkerSnapshot(
             worker_id=self.worker_id,
+            role=self.role,
             block_size=1,
             total_blocks=self.total,
             free_blocks=self.total - self.used_blocks,
             backlog_tokens=self.backlog_tokens,
-            full=self.full,
+            refused=self.refused,
         )
 
 
 @dataclass
 class Pool:
-    prefill: list[View] = field(default_factory=lambda: [View("p", 10**6)])
+    prefill: list[View] = field(default_factory=lambda: [View("p", 10**6, "prefill")])
     decode: list[View] = field(default_factory=lambda: [View("d", 100)])
     empty_since: dict[Role, float | None] = field(
         default_factory=lambda: {"prefill": None, "decode": None}
@@ -75,16 +75,52 @@ class Scene:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def arrive(
-        self, name: str, decode: int, *, prefill: int = 1, batch: bool = False
-    ) -> None:
+        self,
+        name: str,
+        rows: int,
+        *,
+        prefill: int | None = None,
+        batch: bool = False,
+        granted: bool = True,
+        entry: Entry | None = None,
+        begun: bool = False,
+        giving_back: Placement | None = None,
+    ) -> Entry:
+        """Asks for so many rows of KV on decode, now and at the end; its ticket is `granted` at
+        once. `prefill`: the prompt alone, if it shall be shorter.
+        """
+        prompt = max(1, rows - 1) if prefill is None else prefill
+        place = entry or self.queue.enter(1)[0]
+
         async def wait() -> None:
-            placement = await self.queue.place(
-                self.queue.enter(), Demand(prefill, decode, batch=batch), first=True
-            )
+            if giving_back is not None:
+                giving_back.release()
+            demand = Demand(prompt, rows, batch=batch)
+            placement = await self.queue.place(place, demand, first=not begun)
             self.started.append(name)
             self.placements[name] = placement
+            if granted:
+                placement.granted()
 
         self.tasks[name] = asyncio.create_task(wait())
+        await settle()
+        return place
+
+    async def refuse(self, name: str, entry: Entry, rows: int, **how: Any) -> None:  # noqa: ANN401
+        """The decode worker has no room after all: back to the queue."""
+        placement = self.placements.pop(name)
+        assert placement.decode is not None
+        view = self.pool.view(placement.decode.worker_id)
+        assert view is not None
+        view.refused += (entry.demand,)
+        self.started.remove(name)
+        await self.arrive(name, rows, entry=entry, giving_back=placement, **how)
+
+    async def report(self) -> None:
+        """All workers tell their load."""
+        for view in self.pool.decode:
+            view.refused = ()
+        self.queue.dispatch()
         await settle()
 
     async def end(self, name: str) -> None:
@@ -173,6 +209,12 @@ async def test_interactive_before_batch_and_batch_ages() -> None:
     await scene.arrive("chat-2", 100)
     await scene.end("chat-1")
     assert scene.started == ["running", "chat-1", "batch"]
+    assert not scene.placements["batch"].demand.batch  # nor does it yield on the worker any more
+    await scene.end("batch")
+    assert scene.started[-1] == "chat-2"
+    await scene.arrive("batch-2", 100, batch=True)
+    await scene.end("chat-2")
+    assert scene.placements["batch-2"].demand.batch
 
 
 async def test_the_queue_is_bounded_in_requests_with_a_hint() -> None:
@@ -189,7 +231,7 @@ async def test_the_queue_is_bounded_in_requests_with_a_hint() -> None:
 
 async def test_the_queue_is_bounded_in_tokens_but_takes_one_of_any_size() -> None:
     scene = Scene(max_queued_tokens=50)
-    await scene.arrive("running", 100)
+    scene.pool.decode[0].used_blocks = 100
     await scene.arrive("long", 100, prefill=80)
     await scene.arrive("short", 100, prefill=1)
     assert scene.queue.num_queued == 1
@@ -267,13 +309,136 @@ async def test_prefill_backlog_keeps_the_waiting_in_the_queue() -> None:
 
 async def test_a_request_that_was_refused_returns_to_its_old_place() -> None:
     scene = Scene()
-    entry = scene.queue.enter()
-    first = await scene.queue.place(entry, Demand(1, 100), first=True)
+    entry = await scene.arrive("first", 100)
     await scene.arrive("later", 100)
-    back = asyncio.create_task(scene.queue.place(entry, Demand(1, 100), first=False))
-    await settle()
-    assert not back.done()
-    first.release()
-    await settle()
-    assert back.done()
+    assert scene.started == ["first"]
+    await scene.refuse("first", entry, 100)
+    assert scene.started == []  # "later" asks for no less
+    await scene.report()
+    assert scene.started == ["first"]
+
+
+async def test_the_queues_bound_holds_for_those_that_were_refused_by_a_worker() -> None:
+    scene = Scene(max_queued_requests=2)
+    entries = [
+        await scene.arrive(name, 40, prefill=1, granted=False) for name in ("a", "b", "c", "d")
+    ]
+    assert scene.started == ["a", "b", "c", "d"]
+    for name, entry in zip("dcba", reversed(entries), strict=True):
+        await scene.refuse(name, entry, 40, prefill=1)
+    assert scene.queue.num_queued == 4  # each had fewer than two before it when it came back
+    await scene.arrive("e", 40, prefill=1)
+    assert "limit 2" in (await scene.error("e")).message
+    await scene.report()
+    for name, entry in zip("abcd", entries, strict=True):
+        await scene.refuse(name, entry, 40, prefill=1)
+        if name in "cd":
+            assert "limit 2" in (await scene.error(name)).message
+    assert scene.queue.num_queued == 2
+
+
+async def test_the_answers_of_a_request_stand_in_the_order_of_arrival() -> None:
+    scene = Scene()
+    first, second = scene.queue.enter(3), scene.queue.enter(1)
+    assert [e.arrival for e in (*first, *second)] == [1, 2, 3, 4]
+    await scene.arrive("running", 100)
+    await scene.arrive("b", 100, entry=second[0])
+    await scene.arrive("a2", 100, entry=first[2])
+    await scene.arrive("a1", 100, entry=first[1])
+    for name in ("running", "a1", "a2"):
+        await scene.end(name)
+    assert scene.started == ["running", "a1", "a2", "b"]
+
+
+async def test_room_for_the_beginning_is_enough_to_ask() -> None:
+    scene = Scene()
+    await scene.arrive("a", 90, prefill=30)
+    await scene.arrive("b", 90, prefill=30)
+    await scene.arrive("c", 90, prefill=37)  # 31 + 31 + 38 rows
+    assert scene.started == ["a", "b", "c"]
+    await scene.arrive("d", 90, prefill=1)
+    assert scene.started == ["a", "b", "c"]
+
+
+async def test_a_refused_big_one_blocks_no_small_one_and_is_asked_for_once_a_report() -> None:
+    scene = Scene(max_passed_over_s=2.0)
+    entry = await scene.arrive("big", 90, prefill=10)
+    await scene.refuse("big", entry, 90, prefill=10)
+    for _ in range(5):
+        scene.queue.dispatch()
+        await settle()
     assert scene.started == []
+    await scene.arrive("small", 50, prefill=10)
+    assert scene.started == ["small"]
+    await scene.arrive("as-big", 90, prefill=10)
+    assert scene.started == ["small"]
+    await scene.report()
+    assert scene.started == ["small", "big", "as-big"]
+
+
+async def test_while_an_overdue_one_asks_nobody_behind_it_takes_its_room() -> None:
+    scene = Scene(max_passed_over_s=2.0)
+    entry = await scene.arrive("big", 90, prefill=10, granted=False)
+    await scene.refuse("big", entry, 90, prefill=10, granted=False)
+    await scene.pass_time(3.0)
+    for number in range(4):
+        await scene.arrive(f"small-{number}", 20, prefill=10)
+    for _ in range(5):
+        await scene.report()  # it is asked for again, and refused again
+        assert scene.started == ["big"]
+        await scene.refuse("big", entry, 90, prefill=10, granted=False)
+        assert scene.started == []
+    await scene.report()
+    scene.placements["big"].granted()
+    await settle()
+    assert scene.started == ["big", "small-0", "small-1", "small-2", "small-3"]
+
+
+async def test_an_overdue_one_may_ask_elsewhere_and_its_worker_still_drains() -> None:
+    pool = Pool(decode=[View("d1", 100, used_blocks=60), View("d2", 100, used_blocks=70)])
+    scene = Scene(pool, max_passed_over_s=2.0)
+    entry = await scene.arrive("big", 50)
+    await scene.pass_time(3.0)  # d1 is kept free
+    pool.decode[1].used_blocks = 20
+    scene.queue.dispatch()
+    await settle()
+    assert scene.placements["big"].decode is pool.decode[1]
+    scene.placements.pop("big").release()
+    await scene.arrive("big-again", 50, entry=entry, granted=False)
+    await scene.arrive("small", 5)
+    assert "small" not in scene.started
+    scene.placements["big-again"].granted()
+    await settle()
+    assert scene.started[-1] == "small"
+
+
+async def test_an_overdue_batch_request_behind_a_blocked_chat_keeps_its_room() -> None:
+    scene = Scene(max_passed_over_s=2.0)
+    await scene.arrive("running", 80)
+    await scene.arrive("batch", 50, batch=True)
+    await scene.pass_time(3.0)
+    await scene.arrive("chat", 40)  # younger, goes first, blocked as well
+    await scene.arrive("small-batch", 10, batch=True)
+    assert scene.started == ["running"]
+    await scene.arrive("small-chat", 10)  # goes before it in any case
+    assert scene.started == ["running", "small-chat"]
+    await scene.end("running")
+    assert scene.started == ["running", "small-chat", "chat", "batch"]
+
+
+async def test_an_overdue_batch_request_that_only_may_not_pass_keeps_its_room() -> None:
+    scene = Scene(max_passed_over_s=2.0)
+    await scene.arrive("running", 60)
+    chat = scene.queue.enter(1)[0]
+    entry = scene.queue.enter(1)[0]
+    scene.now += 3.0
+    chat.arrived_at = scene.now
+    await scene.arrive("chat", 50, prefill=20, entry=chat)  # 21 rows to begin with: it has room
+    await scene.refuse("chat", chat, 50, prefill=20)
+    await scene.arrive("big-batch", 30, prefill=29, batch=True, entry=entry)  # a longer prompt
+    await scene.arrive("small-batch", 10, batch=True)
+    assert scene.started == ["running"]
+    await scene.report()
+    assert scene.started == ["running", "chat"]
+    await scene.end("running")
+    assert scene.started[2:] == ["big-batch", "small-batch"]

@@ -48,6 +48,49 @@ def test_offsets_go_on_over_messages() -> None:
     assert answer.num_left == 1
 
 
+def test_tokens_that_come_again_are_not_told_again() -> None:
+    answer = Answer(spec(6), FakeAnswerText(None, (), 0))
+    answer.take(tokens(0, 1, 2), finished=False)
+    answer.begin(1)
+    again = answer.take(tokens(1), finished=False)
+    assert (again.text, list(again.token_ids)) == ("", [])
+    partly = answer.take(tokens(2, 3), finished=False)
+    assert (partly.text, list(partly.token_ids), partly.token_offset) == ("d", [ord("d")], 3)
+    answer.begin(4)
+    last = answer.take(tokens(4, 5), finished=True)
+    assert (last.text, last.token_offset, answer.num_left) == ("ef", 4, 0)
+    answer.begin(5)
+    assert not answer.take(tokens(5), finished=True).token_ids
+
+
+@pytest.mark.parametrize(
+    ("came", "finished", "sentence"),
+    [
+        ((1, 3), False, "token 3 came where 2 was expected"),
+        ((2,), False, "token 2 came where 1 was expected"),
+        ((1, 2, 3, 4), False, "4 tokens came where at most 3 were left"),
+        ((1,), True, "the answer ended after 2 tokens where it went on before"),
+    ],
+)
+def test_tokens_that_come_again_must_be_the_same(
+    came: tuple[int, ...], finished: bool, sentence: str
+) -> None:
+    answer = Answer(spec(), FakeAnswerText(None, (), 0))
+    answer.take(tokens(0, 1, 2), finished=False)
+    answer.begin(1)
+    with pytest.raises(WorkerFaultError, match=sentence):
+        answer.take(tokens(*came), finished=finished)
+
+
+def test_another_token_than_before_is_a_fault() -> None:
+    answer = Answer(spec(), FakeAnswerText(None, (), 0))
+    answer.take(tokens(0, 1, 2), finished=False)
+    answer.begin(1)
+    other = worker_pb2.SampledToken(token_id=5, index=1)
+    with pytest.raises(WorkerFaultError, match="token 1 is 5 where it was 98 before"):
+        answer.take([other], finished=False)
+
+
 class StopsAtFinish:
     """Text that only the end makes certain, and that completes a stop string."""
 

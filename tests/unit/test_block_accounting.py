@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ticket_room import TicketRoom, ticket_request
 
-from legato.worker.handoff.tickets import (
-    AttemptKey,
-    NeverFitsError,
-    NoRoomNowError,
-    Ticket,
-    TicketBook,
-    TicketState,
-)
+from legato.worker.handoff.tickets import TicketState
 from legato.worker.kv.block_lease import BlockLease, LeaseReleasedError
 from legato.worker.kv.block_pool import BlockPool, blocks_for
+from legato.worker.scheduling.claim import NeverFitsError, NoRoomNowError
 
 TOTAL = 12
-KEY = AttemptKey("r", 0)
 
 
 def test_blocks_for_rounds_up() -> None:
@@ -67,70 +61,62 @@ def test_blocks_come_back_with_the_last_pin_and_no_pin_follows_a_release() -> No
     pool.check_integrity()
 
 
-def test_epochs_differ_and_start_anywhere() -> None:
-    first = {TicketBook(BlockPool(4), 4).reserve(KEY, 1, 1).epoch for _ in range(8)}
-    assert len(first) == 8
-    book = TicketBook(BlockPool(4), 4)
-    assert len({book.reserve(KEY, 1, 1).epoch for _ in range(4)}) == 4
-
-
-def test_refused_reservations_promise_nothing() -> None:
-    pool = BlockPool(4)
-    book = TicketBook(pool, 4)
-    with pytest.raises(NeverFitsError, match="17 needs 5 blocks of 4 tokens; this worker has 4"):
-        book.reserve(KEY, 1, 17)
-    book.reserve(KEY, 1, 12)
-    with pytest.raises(NoRoomNowError, match="needs 2 blocks; 1 are free"):
-        book.reserve(KEY, 1, 8)
-    with pytest.raises(ValueError, match="num_handoff_tokens"):
-        book.reserve(KEY, 5, 4)
-    assert pool.usage().reserved == 3
-
-
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["reserve", "begin", "break", "land", "hand", "close", "release", "pin"]),
+        st.sampled_from(
+            ["reserve", "begin", "break", "land", "less", "hand", "close", "end", "pin", "unpin"]
+        ),
         st.integers(0, 7),
         st.integers(1, 20),
+        st.integers(1, 3),
     ),
-    max_size=60,
+    max_size=80,
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(OPERATIONS)
 def test_any_history_of_tickets_keeps_the_pool_whole(
-    operations: list[tuple[str, int, int]],
+    operations: list[tuple[str, int, int, int]],
 ) -> None:
-    pool = BlockPool(TOTAL)
-    book = TicketBook(pool, 4)
-    tickets: list[Ticket] = []
-    pinned: list[BlockLease] = []
-    handed: list[BlockLease] = []
-    for name, which, size in operations:
-        ticket = tickets[which % len(tickets)] if tickets else None
+    """Tickets of several answers, some of whose prompts begin alike, ended at any point."""
+    room = TicketRoom.of(TOTAL)
+    book, pinned = room.book, list[BlockLease]()
+    for name, which, size, num_answers in operations:
+        ticket = room.tickets[which % len(room.tickets)] if room.tickets else None
         if name == "reserve":
+            request = ticket_request(size, num_answers=num_answers, content=which % 3)
+            own = blocks_for(size + 1, 4)
+            shared = size // 4 if num_answers > 1 else 0
+            fits = shared + num_answers * (own - shared) <= TOTAL
             try:
-                tickets.append(book.reserve(KEY, 1, size))
+                room.reserve(request)
             except NoRoomNowError:
-                assert blocks_for(size, 4) > pool.usage().available
+                assert fits
+            except NeverFitsError:
+                assert not fits
+        elif name == "end" and room.engine:
+            room.end(room.engine[which % len(room.engine)])
+        elif name == "unpin" and pinned:
+            pinned.pop(which % len(pinned)).drop()
         elif ticket is None:
             continue
         elif name == "begin" and ticket.state is TicketState.RESERVED:
-            book.begin_landing(ticket)
+            reused = ticket.num_reused_tokens if ticket.lease is not None else None
+            lease = book.begin_landing(ticket)
+            assert ticket.lease is lease
+            assert reused in (None, ticket.num_reused_tokens)
         elif name == "break":
             book.break_landing(ticket)
         elif name == "land" and ticket.state is TicketState.LANDING:
             book.finish_landing(ticket)
+        elif name == "less" and len(ticket.claims) > 1 and ticket.state is not TicketState.DECODING:
+            book.end_answer(ticket)
         elif name == "hand" and ticket.state is TicketState.LANDED:
-            handed.append(book.hand_over(ticket))
+            room.hand_over(ticket)
         elif name == "close":
             book.close(ticket)
             assert book.find(ticket.epoch) is None
-        elif name == "release" and handed:
-            handed.pop(which % len(handed)).release()
-        elif name == "pin" and pinned and which % 2:
-            pinned.pop().drop()
         elif name == "pin" and ticket.lease is not None:
             if ticket.lease.released:
                 with pytest.raises(LeaseReleasedError):
@@ -138,27 +124,13 @@ def test_any_history_of_tickets_keeps_the_pool_whole(
             else:
                 ticket.lease.acquire()
                 pinned.append(ticket.lease)
-
-        pool.check_integrity()
-        usage = pool.usage()
-        assert usage.available + usage.reserved + usage.held == TOTAL
-        live = [t for t in tickets if book.find(t.epoch) is t]
-        assert usage.reserved == sum(t.num_blocks for t in live if t.lease is None)
-        owned = {
-            id(lease): lease.blocks
-            for lease in [
-                *(t.lease for t in live if t.lease is not None and not t.lease.released),
-                *pinned,
-                *handed,
-            ]
-        }
-        blocks = [b for some in owned.values() for b in some]
-        assert len(blocks) == len(set(blocks)) == usage.held
+        room.check(pinned)
 
     book.close_all()
-    for lease in [*handed]:
-        lease.release()
+    for answer in list(room.engine):
+        room.end(answer)
     for lease in pinned:
         lease.drop()
-    assert pool.usage().free == TOTAL
-    pool.check_integrity()
+    room.check()
+    usage = room.pool.usage()
+    assert (usage.held, usage.reserved) == (0, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from legato.worker.engine import EngineStats
+from legato.worker.engine_stats import EngineStats
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.kv.block_pool import BlockPool, PoolCounters, PoolUsage
 from legato.worker.load import worker_load
@@ -353,6 +353,26 @@ def test_replace_changes_nothing_where_no_block_is_available() -> None:
         pool.replace(1)
 
 
+def test_an_unregistered_block_is_found_no_more_and_is_free_with_its_last_holder() -> None:
+    pool = BlockPool(4)
+    cache(pool, A, B)
+    found = pool.acquire([A, B], 3)
+    assert found is not None
+    blocks, _ = found
+    pool.share(blocks[:1])
+    with pytest.raises(ValueError, match="are not held and cannot be unregistered"):
+        pool.unregister([*blocks, 3])
+    assert pool.count_cached_prefix([A, B]) == 2
+    for _ in range(2):
+        pool.unregister(blocks)
+        assert pool.count_cached_prefix([A, B]) == 0
+    pool.free(blocks)
+    assert counts(pool) == (3, 0, 1, 0)
+    pool.free(blocks[:1])
+    assert counts(pool) == (4, 0, 0, 0)
+    assert len(cache(pool, A, B)) == 2
+
+
 def test_forgetting_frees_the_cached_and_leaves_the_held() -> None:
     pool = BlockPool(6)
     a, _, _ = cache(pool, A, B, C)
@@ -384,7 +404,7 @@ def test_the_load_report_calls_free_what_may_be_had_now() -> None:
     pool.reserve(2)
     assert counts(pool) == (4, 3, 1, 2)
     load = worker_load(
-        "decode", pool.usage(), pool.counters(), EngineStats(), TransferCounters(), 0
+        "decode", pool.usage(), pool.counters(), EngineStats(), TransferCounters(), 0, None
     )
     assert (load.free_blocks, load.reserved_blocks, load.held_blocks) == (5, 2, 1)
     assert load.free_blocks + load.reserved_blocks + load.held_blocks == load.total_blocks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, ClassVar
 
 import grpc
 import pytest
@@ -13,13 +12,6 @@ from worker_pair import Attempt, Pair, Worker, running_pair, sampling
 from legato.protos.never_retry import NEVER_RETRY
 from legato.worker.engine import Engine
 from legato.worker.lifecycle import Phase
-from legato.worker.mailbox import BrokenEvent, Mailbox, TokenEvent
-from legato.worker.sampler import Sampled
-from legato.worker.services.decode import _stream
-from legato.worker.services.errors import CallError
-
-if TYPE_CHECKING:
-    from legato.protos import worker_pb2
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])
 PROMPTS = [[10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(1, 4)]  # of the neighbours
@@ -95,23 +87,6 @@ async def test_in_decode_its_neighbours_go_on(overlap: bool) -> None:
             assert await run == answer
         await pair.until_idle()
         assert [1, 1, 1, 1] in model.steps
-
-
-async def test_tokens_that_a_slow_reader_has_not_taken_come_before_the_error(overlap: bool) -> None:
-    class Context:
-        written: ClassVar[list[worker_pb2.DecodeEvent]] = []
-
-        async def write(self, event: worker_pb2.DecodeEvent) -> None:
-            self.written.append(event)
-
-    mailbox = Mailbox()
-    for index in range(2):
-        mailbox.put(TokenEvent(Sampled(40 + index, None, ()), index, None, index, 0.0, 0.0))
-    mailbox.put(BrokenEvent(2))
-    with pytest.raises(CallError, match="at output position 2 "):
-        await _stream(mailbox, Context())  # type: ignore[arg-type]  # what it uses of one
-    (event,) = Context.written
-    assert [token.token_id for token in event.tokens.tokens] == [40, 41]
 
 
 async def break_alone(pair: Pair, worker: Worker) -> None:

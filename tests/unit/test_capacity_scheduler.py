@@ -13,7 +13,7 @@ from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import BATCH_AGEING_S, CapacityScheduler
 from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule, Newcomer
 from legato.worker.scheduling.output_lengths import OutputLengths
-from legato.worker.sequence import Sequence, SequenceState
+from legato.worker.sequence import FinishReason, Sequence, SequenceState
 
 if TYPE_CHECKING:
     from legato.worker.scheduling.decision import Decision
@@ -176,7 +176,7 @@ def test_one_comes_back_into_other_blocks_in_order_and_its_slots_are_free_again(
     assert back.swap_ins[0].slots == out.slots
     assert second.lease is not None
     assert back.swap_ins[0].blocks == second.lease.blocks[:4]
-    assert (parts(back), back.joined) == ([second], [])
+    assert parts(back) == [second]
     assert bench.host_pool.usage().held == 0
     while second.state is not SequenceState.DONE:
         bench.step()
@@ -301,6 +301,31 @@ def test_batch_makes_room_for_an_interactive_one_that_waits_and_stays_out_meanwh
     bench.ledger.admit(waiting)
 
 
+def test_who_made_room_comes_back_behind_the_one_that_it_was_made_for() -> None:
+    bench = Bench(6, num_slots=8)
+    batch = bench.join(7, 16, BATCH)
+    bench.steps(8)  # 15 rows: 4 blocks
+    waiting = Newcomer(rows=11, max_rows=12, max_tokens=2)
+    bench.scheduler.note_waiting([waiting])
+    assert victims([bench.step()]) == [batch]
+    assert bench.scheduler.schedule(bench.now) is None  # all is free, and not for it
+    [claim] = bench.ledger.admit(waiting)
+    bench.scheduler.note_waiting([])
+    assert bench.scheduler.schedule(bench.now) is None  # 4 are not there
+    bench.ledger.withdraw(claim)
+    assert [back.sequence for back in bench.step().swap_ins] == [batch]
+
+
+def test_who_made_room_comes_back_where_the_other_cannot_come_in_after_all() -> None:
+    bench = Bench(6, num_slots=8)
+    batch = bench.join(7, 16, BATCH)
+    bench.steps(8)
+    bench.scheduler.note_waiting([Newcomer(rows=19, max_rows=20, max_tokens=2)])
+    assert victims([bench.step()]) == [batch]
+    assert bench.pool.reserve(2)  # somebody else was quicker
+    assert [back.sequence for back in bench.step().swap_ins] == [batch]
+
+
 def test_batch_that_was_preempted_too_often_makes_no_room() -> None:
     bench = Bench(6, num_slots=8)
     batch = [bench.join(7, 9, BATCH), bench.join(7, 9, BATCH)]
@@ -391,11 +416,27 @@ def test_a_fork_that_is_cancelled_before_its_copy_leaves_nothing() -> None:
     assert bench.pool.references() == dict.fromkeys(blocks, 1)
 
 
-def test_finished_answers_are_recorded_and_cancelled_ones_are_not() -> None:
-    bench = Bench(8)
+def test_finished_answers_are_recorded_and_cancelled_and_broken_ones_are_not() -> None:
+    bench = Bench(16)
     bench.join(3, 6)
-    cancelled = bench.join(3, 20)
+    cancelled, broken = bench.join(3, 20), bench.join(3, 20)
+    bench.steps(7)  # the record is of one answer: what came last is all that it has
+    assert cancelled.num_output_tokens == broken.num_output_tokens == 8
+    broken.finish_reason = FinishReason.BROKEN
+    for sequence in (cancelled, broken):
+        bench.end(sequence)
+        assert bench.ledger._lengths.expected(100, 0, 0.5) == 6
+
+
+def test_what_a_broken_answer_read_and_wrote_is_not_found_any_more() -> None:
+    bench = Bench(8)
+    broken, well = bench.join(3, 20), bench.join(3, 20)
+    for name, sequence in ((b"broken", broken), (b"well", well)):
+        assert sequence.lease is not None
+        bench.pool.register(sequence.lease.blocks[0], name)
     bench.steps(2)
-    bench.end(cancelled)
-    bench.steps(3)
-    assert bench.ledger._lengths.expected(100, 0, 0.5) == 6
+    broken.finish_reason = FinishReason.BROKEN
+    for sequence in (broken, well):
+        bench.end(sequence)
+    assert bench.pool.count_cached_prefix([b"broken"]) == 0
+    assert bench.pool.count_cached_prefix([b"well"]) == 1

@@ -15,10 +15,13 @@ import grpc
 import pytest
 
 from legato.cluster.cli import main as cli
-from legato.cluster.cli.answer import Answer, percentile, read_answer
-from legato.cluster.cli.operate import parse_targets, short_id
-from legato.cluster.cli.serve import parse_size
+from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
+from legato.cluster.cli.kv_capacity import kv_lines
+from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
+from legato.cluster.cli.operate import parse_targets
+from legato.cluster.cli.status_table import short_id
 from legato.cluster.cli.timing_table import timing_rows
+from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 from legato.cluster.owner import check_port, dial_address
 from legato.protos import (
@@ -70,13 +73,22 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
                 return
             delta = generation_pb2.Delta(text=word, token_ids=[index], token_offset=index)
             yield generation_pb2.GenerateResponse(delta=delta)
-        yield generation_pb2.GenerateResponse(
-            finish=generation_pb2.Finish(
-                finish_reason=common_pb2.FINISH_REASON_STOP,
-                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=2, seed=7),
-                timings=generation_pb2.Timings(ttft_s=0.5, prefill_forwards=1, decode_forwards=1),
+            for other in range(1, request.n):
+                delta = generation_pb2.Delta(text=f"{other}{word}", token_ids=[index])
+                yield generation_pb2.GenerateResponse(delta=delta, index=other)
+        for other in reversed(range(max(1, request.n))):
+            yield generation_pb2.GenerateResponse(
+                finish=generation_pb2.Finish(
+                    finish_reason=common_pb2.FINISH_REASON_STOP,
+                    usage=generation_pb2.Usage(
+                        prompt_tokens=3, completion_tokens=2, seed=7 + other
+                    ),
+                    timings=generation_pb2.Timings(
+                        ttft_s=0.5, prefill_forwards=1, decode_forwards=1
+                    ),
+                ),
+                index=other,
             )
-        )
 
     def GetStatus(  # noqa: N802  # gRPC's spelling
         self, request: cluster_pb2.GetStatusRequest, context: grpc.ServicerContext
@@ -87,7 +99,13 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
         ]
         pools[1].message = "" if self.ready else "0 of 1 ready; waiting for 1 GPU"
         worker = pools[1].workers.add(worker_id="decode-0123456789abcdef", role=DECODE)
-        worker.load.total_blocks, worker.load.free_blocks = 10, 7
+        load = worker.load
+        load.total_blocks, load.free_blocks, load.reserved_blocks = 1000, 600, 90
+        load.cached_blocks, load.held_blocks = 250, 310
+        load.running, load.waiting, load.swapped = 11, 12, 13
+        load.preemptions, load.preemptions_returned = 1400, 15
+        load.swap_held_blocks, load.swap_total_blocks = 16, 1700
+        load.prefix_blocks_asked, load.prefix_blocks_hit = 1800, 450
         return cluster_pb2.GetStatusResponse(
             model="m", ready=self.ready, pools=pools, owner_host="elsewhere", owner_pid=1
         )
@@ -186,6 +204,40 @@ def test_generate_as_json(run: Runner, capsys: Captured) -> None:
     assert (answer["text"], answer["token_ids"]) == ("two wörds", [0, 1])
     assert answer["usage"]["completion_tokens"] == 2
     assert "forward passes" in captured.err
+
+
+def test_generate_prints_several_answers_apart(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    assert run("generate", "hello", "--n", "3", "--priority", "batch") == 0
+    assert capsys.readouterr().out == (
+        "[1 of 3]\ntwo wörds\n\n[2 of 3]\n1two 1wörds\n\n[3 of 3]\n2two 2wörds\n"
+    )
+    assert (service.requests[0].n, service.requests[0].priority) == (3, common_pb2.PRIORITY_BATCH)
+    assert run("generate", "hello", "--n", "2", "--json", "--stats") == 0
+    captured = capsys.readouterr()
+    answers = json.loads(captured.out)["answers"]
+    assert [answer["text"] for answer in answers] == ["two wörds", "1two 1wörds"]
+    assert [int(answer["usage"]["seed"]) for answer in answers] == [7, 8]
+    assert captured.err.count("forward passes") == 2
+    assert "2 of 2" in captured.err
+
+
+def test_of_several_answers_the_first_unfinished_is_shown_as_it_comes() -> None:
+    out: list[str] = []
+    shown = InTurn(3, out.append)
+    for index, text in ((1, "b"), (0, "a"), (1, ""), (2, "c")):
+        shown.take(index, text)
+    assert "".join(out) == "[1 of 3]\na"
+    shown.take(0, "")
+    assert "".join(out) == "[1 of 3]\na\n\n[2 of 3]\nb\n\n[3 of 3]\nc"
+    shown.take(2, "d")
+    assert out[-1] == "d"
+
+
+def test_a_refusal_of_several_answers_prints_none(run: Runner, capsys: Captured) -> None:
+    assert run("generate", "hello", "--n", "2", "--temperature", "-1") == 1
+    assert capsys.readouterr().out == ""
 
 
 def test_a_refusal_is_one_line_on_stderr(run: Runner, capsys: Captured) -> None:
@@ -291,13 +343,19 @@ def test_status_shows_pools_and_workers(
     text = capsys.readouterr().out
     assert "m: ready" in text
     assert "decode: 1 of 1 ready" in text
-    assert "3 of 10" in text
-    assert "decode-01234567 " in text
+    workers, blocks = [line for line in text.splitlines() if line.startswith("decode-01234567 ")]
+    assert workers.split()[-7:] == ["11", "12", "13", "1,400", "(15", "returned)", "0"]
+    # Free blocks are those that are neither cached nor held: 600 + 90 promised - 250.
+    columns = "440 250 310 1,000 90 16 of 1,700 25 % of 1,800"
+    assert " ".join(blocks.split()[1:]) == columns
+    assert "decode: 1 of 1 ready; prefix hits: 25 % of 1,800 blocks" in text
     service.ready = False
     assert run("status") == 3
     assert "waiting for 1 GPU" in capsys.readouterr().out
     assert run("status", "--json") == 3
-    assert json.loads(capsys.readouterr().out)["pools"][1]["workers"][0]["load"]
+    load = json.loads(capsys.readouterr().out)["pools"][1]["workers"][0]["load"]
+    assert (load["swapped"], load["preemptions_returned"]) == ("13", "15")
+    assert (load["swap_held_blocks"], load["prefix_blocks_hit"]) == ("16", "450")
 
 
 def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys: Captured) -> None:
@@ -340,8 +398,19 @@ def test_stop_waits_until_the_port_is_closed(
         (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
         (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
-        (["--kv-memory", "lots"], "--kv-memory: must be a size such as"),
-        (["--decode", "0"], "--decode"),
+        (["--kv-memory", "lots"], "2GiB, or a fraction in (0, 1], got 'lots'"),
+        (["--kv-memory", "0"], "1 byte, or a fraction in (0, 1], got 0"),
+        (["--kv-memory", "1.5"], "--kv-memory: without a unit must be whole bytes or a fraction"),
+        (["--kv-memory", "0.0"], "in (0, 1], got '0.0'"),
+        (["--swap-memory", "some"], "--swap-memory: must be a size such as"),
+        (["--swap-memory", "-1"], "2GiB, or 0 for none, got '-1'"),
+        (["--swap-memory", "0.5"], "at least 1 byte, or 0 for none, got 0.5"),
+        (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
+        (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
+        (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
+        (["--decode", "0"], "greater than or equal to 1, got '0' (see"),
+        (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
+        (["--admission-risk", "much"], "as a number, got 'much' (see"),
     ],
 )
 def test_serve_refuses_bad_options_before_anything_starts(
@@ -392,6 +461,52 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+def test_a_number_without_a_unit_may_be_a_fraction() -> None:
+    assert [parse_fraction(text, "--x") for text in ("0.6", " .25", "1", "1.0")] == [
+        0.6,
+        0.25,
+        1.0,
+        1.0,
+    ]
+    assert [parse_fraction(text, "--x") for text in ("2", "0", "1GiB", "0.5GiB", "77", "")] == [
+        None
+    ] * 6
+    assert [parse_size_or_0(text, "--x") for text in ("0", "2K")] == [0, 2048]
+
+
+def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[ServiceConfig] = []
+
+    def note(config: ServiceConfig, _: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
+    assert run.bare("serve", "--model", "x") == 0
+    words = ["--admission", "reserve", "--admission-risk", "0.2", "--swap-memory", "0"]
+    assert run.bare("serve", "--model", "x", "--kv-memory", "0.6", *words) == 0
+    assert run.bare("serve", "--model", "x", "--kv-memory", "5000", "--swap-memory", "1K") == 0
+    plain, fraction, sized = (config.engine for config in configs)
+    assert plain == EngineOptions()
+    assert (fraction.kv_memory_fraction, fraction.swap_memory_bytes) == (0.6, 0)
+    assert (fraction.admission, fraction.admission_risk) == ("reserve", 0.2)
+    assert (sized.kv_memory_fraction, sized.kv_memory_bytes) == (None, 5000)
+    assert sized.swap_memory_bytes == 1024
+
+
+def test_a_service_says_what_its_kv_memory_holds() -> None:
+    model = generation_pb2.GetModelResponse(
+        prefill_kv_tokens=9000, decode_kv_tokens=8192, context_length=8192
+    )
+    assert kv_lines(model) == ["KV cache: 9,000 tokens a prefill worker, 8,192 a decode worker"]
+    model.decode_kv_tokens = 2048
+    _, warning = kv_lines(model)
+    assert "less than a context of 8,192 tokens: longer requests are refused" in warning
+    assert "--kv-memory 4 times as much, or --context-length 2048" in warning
+    model.decode_kv_tokens = 1456
+    assert "--kv-memory 5.7 times as much" in kv_lines(model)[1]  # 5.6 times 1,456 is too little
+
+
 def test_dial_address() -> None:
     assert dial_address("0.0.0.0:1") == "127.0.0.1:1"
     assert dial_address("[::]:1") == "[::1]:1"
@@ -431,6 +546,13 @@ def test_timing_rows_of_one_token_have_no_decode_rate() -> None:
     assert "KV handed over" in names
     with pytest.raises(ValueError, match="not finished"):
         timing_rows(Answer())
+
+
+def test_the_timings_say_how_often_an_answer_was_preempted() -> None:
+    finish = generation_pb2.Finish()
+    assert "  preempted" not in [row[0] for row in timing_rows(Answer(finish=finish))]
+    finish.timings.preemptions = 2
+    assert ("  preempted", "2 times", "for want of KV room") in timing_rows(Answer(finish=finish))
 
 
 def test_the_decode_rate_is_not_that_at_which_a_late_client_found_the_tokens() -> None:

@@ -13,7 +13,7 @@ from legato.bench import engine as engine_bench
 from legato.bench import limits as limits_bench
 from legato.bench.bare_engine import BareEngine
 from legato.bench.engine import fractions, worker_config
-from legato.bench.limits import Limits, Rate, measure_limits
+from legato.bench.limits import Limits, Rate, best_of, measure_limits
 from legato.bench.model_cost import ModelCost
 from legato.bench.workload import WORKLOADS, RequestTimes, Workload, percentile, summarise
 from legato.worker.config import WorkerConfig
@@ -205,3 +205,11 @@ def test_a_setting_that_the_engine_has_not_is_named() -> None:
     assert worker_config({"model": "m", "role": "prefill", "dtype": None}).dtype == "auto"
     with pytest.raises(ValueError, match="no setting colour"):
         worker_config({"model": "m", "role": "prefill", "colour": "red"})
+
+
+def test_of_two_measurements_the_better_rate_counts() -> None:
+    first = Limits(2, Rate(9.0, 5.0), {"float32": Rate(3.0, 2.0), "int8": None})
+    second = Limits(2, Rate(7.0, 6.0), {"float32": Rate(2.5, 1.0), "int8": None})
+    assert best_of(first, second) == Limits(
+        2, Rate(9.0, 6.0), {"float32": Rate(3.0, 2.0), "int8": None}
+    )

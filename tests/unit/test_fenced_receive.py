@@ -6,101 +6,31 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 import torch
-from fake_engine import VOCAB_SIZE, FakeModel, fake_config
-from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
+from kv_push import (
+    MODEL,
+    PROMPT,
+    Ack,
+    Push,
+    Stream,
+    all_chunks,
+    begin,
+    blocks_of,
+    chunk,
+    commit,
+    decoded,
+    reserved,
+)
+from worker_pair import Attempt, running_pair, running_worker, sampling
 
-from legato.protos import kv_transfer_pb2, worker_pb2
-from legato.worker.identity import PROTOCOL_VERSION
+from legato.protos import kv_transfer_pb2
 from legato.worker.kv import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Ack = kv_transfer_pb2.KvAck
-Push = kv_transfer_pb2.KvPush
 Chunk = kv_transfer_pb2.KvChunk
-TOKENS = 10
-MODEL = FakeModel(fake_config())
-PROMPT = [(i * 37 + 5) % VOCAB_SIZE for i in range(TOKENS)]
-
-
-def begin(worker: Worker, ticket: worker_pb2.KvTicket, **changes: Any) -> Push:  # noqa: ANN401  # fields of the message
-    fields: dict[str, Any] = {
-        "ticket": ticket,
-        "model_fingerprint": "fake",
-        "weights": "float32",
-        "layout": worker.server.node.identity.kv_layout(),
-        "protocol_version": PROTOCOL_VERSION,
-        "num_tokens": TOKENS,
-    }
-    fields.update(changes)
-    return Push(begin=kv_transfer_pb2.KvBegin(**fields))
-
-
-def rows_of(layer: int, start: int, count: int) -> bytes:
-    rows = MODEL.rows(torch.tensor(PROMPT), torch.arange(TOKENS))[start : start + count, layer]
-    return rows.transpose(0, 1).to(torch.float32).contiguous().numpy().tobytes()
-
-
-def chunk(ticket: worker_pb2.KvTicket, layer: int, start: int, count: int) -> Chunk:
-    data = rows_of(layer, start, count)
-    return Chunk(
-        epoch=ticket.epoch,
-        attempt=ticket.key.attempt,
-        layer=layer,
-        token_start=start,
-        num_tokens=count,
-        data=data,
-        crc32c=wire.checksum(data),
-    )
-
-
-def all_chunks(ticket: worker_pb2.KvTicket) -> list[Chunk]:
-    return [chunk(ticket, layer, s, c) for layer in range(3) for s, c in ((0, 4), (4, 6))]
-
-
-def commit(ticket: worker_pb2.KvTicket, num_bytes: int = 3 * TOKENS * 64) -> Push:
-    return Push(commit=kv_transfer_pb2.KvCommit(epoch=ticket.epoch, num_bytes=num_bytes))
-
-
-class Stream:
-    """One Push call, a message and its answer at a time."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.call: Any = worker.transfer.Push(timeout=20)
-
-    async def ask(self, push: Push) -> Ack:
-        await self.call.write(push)
-        ack = await self.call.read()
-        assert isinstance(ack, Ack), ack
-        return ack
-
-    async def ok(self, *pushes: Push) -> None:
-        for push in pushes:
-            ack = await self.ask(push)
-            assert ack.status in (Ack.STATUS_OK, Ack.STATUS_COMMITTED), ack.reason
-
-
-async def reserved(worker: Worker, request_id: str = "r") -> Attempt:
-    attempt = Attempt(Pair(worker, worker), PROMPT, sampling(16), request_id=request_id)
-    await attempt.reserve_once()
-    return attempt
-
-
-async def decoded(attempt: Attempt) -> list[int]:
-    """Starts decode with the true first token; returns tokens 2 to 16."""
-    attempt.tokens.append(MODEL.expected(PROMPT, 1)[0])
-    await attempt.start_decode()
-    tokens: list[int] = []
-    while True:
-        event = await attempt.decode_call.read()
-        assert event != grpc.aio.EOF
-        tokens += [t.token_id for t in event.tokens.tokens]
-        if event.tokens.finished:
-            return tokens
 
 
 async def test_chunks_in_any_order_and_twice_give_the_right_answer() -> None:
@@ -238,7 +168,7 @@ async def test_a_cut_stream_fails_the_transfer_and_frees_nothing() -> None:
         assert ack.status == Ack.STATUS_REFUSED
         stream.call.cancel()
         await worker.until(lambda load: load.kv_transfers_failed == 1)
-        assert worker.load().held_blocks == 7
+        assert worker.load().held_blocks == 3
         attempt.close()
         await worker.until_idle()
 
@@ -249,6 +179,7 @@ async def test_a_stray_chunk_of_an_old_epoch_leaves_the_new_owner_alone() -> Non
         assert old.ticket is not None
         stream = Stream(worker)
         await stream.ok(begin(worker, old.ticket), Push(chunk=chunk(old.ticket, 0, 0, 4)))
+        blocks = blocks_of(worker, old.ticket)
         old.close()
         await worker.until(lambda load: load.held_blocks == 0)
 
@@ -257,6 +188,7 @@ async def test_a_stray_chunk_of_an_old_epoch_leaves_the_new_owner_alone() -> Non
         assert ticket is not None
         landing = Stream(worker)
         await landing.ok(begin(worker, ticket), *(Push(chunk=c) for c in all_chunks(ticket)))
+        assert blocks_of(worker, ticket) == blocks
         before = [
             t.clone() for layer in worker.server.node.cache.layers for t in (layer.k, layer.v)
         ]
@@ -279,6 +211,7 @@ async def test_a_chunk_checked_but_not_yet_written_cannot_reach_the_next_owner()
         assert old.ticket is not None
         stream = Stream(worker)
         await stream.ok(begin(worker, old.ticket))
+        blocks = blocks_of(worker, old.ticket)
         hold = threading.Event()
         held = node.pager._executor.submit(hold.wait, 20)
         await stream.call.write(Push(chunk=chunk(old.ticket, 0, 0, 4)))
@@ -292,7 +225,7 @@ async def test_a_chunk_checked_but_not_yet_written_cannot_reach_the_next_owner()
         assert ticket is not None
         landing = Stream(worker)
         await landing.ok(begin(worker, ticket))
-        assert worker.load().held_blocks == 7  # the same blocks have their next owner
+        assert blocks_of(worker, ticket) == blocks  # the same have their next owner
         hold.set()
         assert held.result(20)
         assert (await stream.call.read()).status == Ack.STATUS_REFUSED

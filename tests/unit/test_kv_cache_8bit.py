@@ -170,8 +170,9 @@ async def answer(
         call = worker_pb2_grpc.DecodeWorkerStub(d).Decode(timeout=WAIT_S)
         reserve = worker_pb2.Reserve(
             key=key,
-            num_handoff_tokens=len(prompt),
-            max_kv_tokens=len(prompt) + num_tokens - 1,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=params,
         )
         await call.write(worker_pb2.DecodeCommand(reserve=reserve))
         ticket = (await call.read()).ticket
@@ -184,10 +185,8 @@ async def answer(
             decode_address=decode,
         )
         prefilling = worker_pb2_grpc.PrefillWorkerStub(p).Prefill(request, timeout=WAIT_S)
-        tokens = [(await prefilling.read()).first_token.token.token_id]
-        start = worker_pb2.Start(
-            token_ids=[*prompt, *tokens], num_prompt_tokens=len(prompt), sampling=params
-        )
+        tokens = [(await prefilling.read()).first_token.answers[0].token.token_id]
+        start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=tokens[0])])
         await call.write(worker_pb2.DecodeCommand(start=start))
         handoff = await prefilling.read()
         if handoff.WhichOneof("event") != "handoff_done":

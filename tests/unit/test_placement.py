@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from legato.cluster.actors import WorkerActor, WorkerPlan, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.placement import ClusterFacts, place
+from legato.worker.config import WorkerConfig
 
 
 def facts(**overrides: Any) -> ClusterFacts:  # noqa: ANN401  # fields of ClusterFacts
@@ -70,3 +73,57 @@ def test_threads() -> None:
     assert place(config(decode_workers=3), facts(num_cores=2)).num_threads == 1
     assert place(config(threads=5), facts()).num_threads == 5
     assert place(config(worker_cpus=4), facts(joined=True, num_cores=64)).num_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "sharers"),
+    [
+        ({}, {}, 2),
+        ({"decode_workers": 3}, {}, 4),
+        ({"decode_workers": 3}, {"joined": True, "num_nodes": 3}, 2),
+        ({}, {"num_gpus": 2.0}, 1),
+        ({}, {"num_gpus": 1.0}, 2),
+        ({"decode_workers": 2}, {"num_gpus": 1.0}, 3),
+        ({"worker_gpus": 2.0}, {"num_gpus": 4.0}, 1),
+    ],
+)
+def test_workers_that_share_a_memory(
+    options: dict[str, Any], given: dict[str, Any], sharers: int
+) -> None:
+    assert place(config(**options), facts(**given)).sharers == sharers
+
+
+def test_a_worker_is_told_what_the_service_was() -> None:
+    engine = EngineOptions(
+        kv_memory_fraction=0.6,
+        swap_memory_bytes=0,
+        admission="reserve",
+        admission_risk=0.25,
+        kv_memory_bytes=4096,
+        max_batch_size=3,
+    )
+    placement = place(ServiceConfig(model="m", decode_workers=2, engine=engine), facts())
+    plan = WorkerPlan(model="m", engine=engine, placement=placement, spread=False)
+    worker = worker_config("decode", plan)
+    assert worker.kv_memory_fraction == pytest.approx(0.2)  # of three on one machine
+    assert (worker.kv_memory_bytes, worker.swap_memory_bytes) == (4096, 0)
+    assert (worker.admission, worker.admission_risk) == ("reserve", 0.25)
+    assert (worker.host, worker.num_threads, worker.max_batch_size) == ("127.0.0.1", 2, 3)
+    # Whatever the service has a name for has the same name and default in a worker.
+    names = {field.name for field in fields(EngineOptions)}
+    assert names <= {field.name for field in fields(WorkerConfig)}
+    assert all(getattr(WorkerConfig, n) == getattr(EngineOptions, n) for n in names)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "last"), [(None, "weights 100 %"), (0.5, "measuring what a step takes")]
+)
+async def test_a_starting_worker_says_what_it_does(fraction: float | None, last: str) -> None:
+    engine = EngineOptions(kv_memory_fraction=fraction)
+    placement = place(ServiceConfig(model="m", engine=engine), facts())
+    worker = worker_config("decode", WorkerPlan("m", engine, placement, spread=False))
+    actor, said = WorkerActor(), []
+    for num_read in (1, 2):
+        actor._note_progress(worker, num_read, 2)
+        said.append(await actor.loading())
+    assert said == ["weights 50 %", last]

@@ -9,6 +9,8 @@ import pytest
 from fake_engine import VOCAB_SIZE
 from worker_pair import WAIT_S, Attempt, Pair, running_pair, sampling
 
+from legato.worker.engine import Engine
+
 BLOCK = 4
 
 
@@ -136,6 +138,30 @@ async def test_a_replayed_answer_finds_its_prompt() -> None:
         assert again.first is not None
         assert again.first.cached_tokens == 16
         await pair.until_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_prompt_without_usable_logits_leaves_nothing_in_the_cache(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {**(Engine.__init__.__kwdefaults__ or {}), "overlap": overlap}
+    monkeypatch.setattr(Engine.__init__, "__kwdefaults__", defaults)
+    async with running_pair(p={"prefill_chunk_tokens": 6}) as pair:
+        base, bad = prompt_of(17), VOCAB_SIZE - 1
+        pair.p.model.breaks_after = {bad}
+        for prompt in (prompt_of(9, salt=1), base[:16] + prompt_of(9, salt=1)):
+            assert await ask(pair, base) == 0
+            broken = Attempt(pair, [*prompt, bad], sampling(2))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await broken.run()
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            broken.close()
+            await pair.until_idle()
+            assert await ask(pair, [*prompt, 1]) == 0
+            # A neighbour that it did not begin like is still there.
+            assert await ask(pair, base) == 16
+            await pair.until_idle()
+            pair.p.server.node.pool.forget_cached()
 
 
 async def test_without_the_cache_every_prompt_is_computed() -> None:

@@ -16,13 +16,20 @@ from legato.cluster.errors import RequestError
 from legato.cluster.request import ModelLimits, RequestSpec, parse_request
 from legato.cluster.text.model_text import ModelText
 from legato.protos import common_pb2, generation_pb2
+from legato.worker.kv.block_pool import BlockPool
 from legato.worker.sampling_params import SamplingParams
+from legato.worker.scheduling.capacity import CapacityLedger
+from legato.worker.scheduling.claim import AdmissionRule, NeverFitsError, Newcomer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMITS = ModelLimits(
-    context_length=64, vocab_size=320, prefill_kv_tokens=10_000, decode_kv_tokens=10_000
+    context_length=64,
+    vocab_size=320,
+    prefill_kv_tokens=10_000,
+    decode_kv_tokens=10_000,
+    decode_block_size=16,
 )
 INT_MAX = 2**31 - 1
 NAN, INF = float("nan"), float("inf")
@@ -358,11 +365,51 @@ def test_no_prompt_at_all(model: ModelText) -> None:
         parse_request(generation_pb2.GenerateRequest(), model, LIMITS)
 
 
-@pytest.mark.parametrize("n", [2, 128])
-def test_more_answers_are_unimplemented(model: ModelText, n: int) -> None:
-    with pytest.raises(RequestError, match=f"n is {n}: more than one answer") as caught:
-        parse(model, n=n)
-    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
+# 16 blocks of 16 tokens; a prompt of 40 shares 2 of them.
+@pytest.mark.parametrize(
+    ("n", "prompt", "max_tokens", "wanted"),
+    [
+        (2, 40, 105, 105),  # 2 + 2 * 7 blocks: 144 rows each
+        (2, 40, 106, "needs 145 KV tokens for each of n 2 answers, 288 in blocks of 16 of which"),
+        (2, 40, None, 105),
+        (1, 40, None, 217),
+        (14, 40, None, 9),  # 2 + 14 * 1 blocks
+        (15, 40, None, "needs 41 KV tokens for each of n 15 answers, 272 in blocks of 16"),
+        (15, 40, 2, "they share 2, limit 256: the KV pool of the largest decode worker"),
+        (128, 40, 1, 1),  # never leaves prefill
+        (16, 5, 12, 12),
+        (17, 5, 2, "needs 6 KV tokens for each of n 17 answers, 272 in blocks of 16"),
+        (2, 300, 2, "needs 301 KV tokens for each of n 2 answers, 320 in blocks of 16"),
+    ],
+)
+def test_all_answers_must_fit_the_decode_pool(
+    model: ModelText, n: int, prompt: int, max_tokens: int | None, wanted: int | str
+) -> None:
+    fields: dict[str, Any] = {"token_ids": [1] * prompt, "n": n}
+    if max_tokens is not None:
+        fields["max_tokens"] = max_tokens
+    if isinstance(wanted, str):
+        with pytest.raises(RequestError) as caught:
+            parse(model, POOLS, **fields)
+        assert wanted in caught.value.message
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        return
+    spec = parse(model, POOLS, **fields)
+    assert (spec.num_answers, spec.max_tokens) == (n, wanted)
+    if wanted == 1:
+        return
+    # The workers' own rule, by which one token more would not fit.
+    ledger = CapacityLedger(BlockPool(16), 16, AdmissionRule())
+    ledger.check_can_fit(Newcomer(prompt, spec.max_kv_tokens, wanted, num_answers=n))
+    with pytest.raises(NeverFitsError):
+        ledger.check_can_fit(Newcomer(prompt, spec.max_kv_tokens + 1, wanted + 1, num_answers=n))
+
+
+def test_each_answer_has_a_seed_of_its_own(model: ModelText) -> None:
+    spec = parse(model, n=3, seed=2**63 - 2)
+    assert [spec.seed_of(index) for index in range(3)] == [2**63 - 2, 2**63 - 1, 0]
+    assert [spec.sampling_of(index).seed for index in range(3)] == [2**63 - 2, 2**63 - 1, 0]
+    assert spec.sampling.seed == 2**63 - 2
 
 
 UNKNOWN = b"\xf8\x06\x01"  # field 111, varint 1
@@ -430,7 +477,7 @@ def test_what_is_far_too_big_is_refused_at_once(model: ModelText, kind: str) -> 
 
 
 def test_a_million_ids_are_taken_where_they_fit(model: ModelText) -> None:
-    wide = ModelLimits(2_000_000, 320, 2_000_000, 2_000_000)
+    wide = ModelLimits(2_000_000, 320, 2_000_000, 2_000_000, 16)
     message = generation_pb2.GenerateRequest()
     message.token_ids.ids.extend([1] * 1_000_000)
     start = time.process_time()

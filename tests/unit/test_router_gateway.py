@@ -180,16 +180,17 @@ async def test_a_client_waits_for_a_service_no_longer_than_told() -> None:
 async def test_a_full_queue_says_when_to_come_back() -> None:
     prefills, decodes = pair(total_blocks=8, step_s=0.02)
     async with Service(prefills, decodes, max_queued_requests=1) as service:
-        running = [asyncio.create_task(collect(service, ask("aaaa", 27))) for _ in range(2)]
+        prompt = "a" * 20  # 6 of the 8 blocks, to begin with
+        running = [asyncio.create_task(collect(service, ask(prompt, 12))) for _ in range(2)]
         await until(lambda: service.router.admission.num_queued == 1)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await collect(service, ask("aaaa", 27))
+            await collect(service, ask(prompt, 12))
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         hint = dict(raised.value.trailing_metadata() or ())["retry-after-ms"]
         assert int(hint) >= 100
         assert "try again in" in (raised.value.details() or "")
         for result in await asyncio.gather(*running):
-            assert result.token_ids == expected("aaaa", 27)
+            assert result.token_ids == expected(prompt, 12)
         assert service.router.counters.refused == 1
 
 

@@ -38,8 +38,12 @@ async def test_an_answer_its_text_usage_and_counters() -> None:
         assert timings.prefill_model_s == 0.002
         assert round(timings.decode_model_s, 9) == 0.008
         reserve = service.decodes[0].reserves[0]
-        assert reserve.num_handoff_tokens == 5
-        assert reserve.max_kv_tokens == 13
+        assert list(reserve.token_ids) == list(b"hello")
+        assert reserve.num_prompt_tokens == 5
+        assert (reserve.num_answers, reserve.num_preemptions) == (1, 0)
+        assert reserve.priority == common_pb2.PRIORITY_INTERACTIVE
+        assert reserve.sampling == service.prefills[0].prefills[0].sampling
+        assert reserve.sampling.max_tokens == 9
         await service.settle()
         assert service.router.counters.completed == 1
 
@@ -81,7 +85,8 @@ async def test_a_stop_string_ends_the_answer_here(tokens_per_event: int) -> None
         assert result.finish.finish_reason == common_pb2.FINISH_REASON_STOP
         assert result.finish.stop_reason == stop
         await service.settle()
-        assert decode.num_tokens_sent < 100  # the worker was told to stop
+        assert decode.num_tokens_sent < 100
+        assert decode.stops == [0]  # the worker knows that the answer ended, and how long it was
 
 
 async def test_held_back_text_comes_at_the_end() -> None:
@@ -119,13 +124,13 @@ async def test_fifty_at_once_each_with_its_own_answer() -> None:
 
 async def test_a_refused_reserve_goes_back_to_the_queue() -> None:
     prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
-    decode.faults.refuse_reserves = 3
-    async with Service([prefill], [decode]) as service:
+    decode.faults.refuse_reserves = 5  # more than attempts may fail
+    async with Service([prefill], [decode], max_attempts=3) as service:
         result = await collect(service, ask("hello", 5))
         assert result.token_ids == expected("hello", 5)
         assert result.finish.timings.attempts == 1  # it was never moved
         assert len(prefill.prefills) == 1  # and prefilled once
-        assert [reserve.key.attempt for reserve in decode.reserves] == [1, 2, 3, 4]
+        assert [reserve.key.attempt for reserve in decode.reserves] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_worker_that_takes_nothing_is_given_up_on() -> None:
@@ -175,10 +180,11 @@ async def test_a_client_that_leaves_frees_everything(phase: str) -> None:
 
 
 async def test_a_deadline_that_passes_in_the_queue_costs_no_prefill() -> None:
-    prefill, decode = FakeWorker("prefill"), FakeWorker("decode", total_blocks=16, step_s=0.02)
+    prefill, decode = FakeWorker("prefill"), FakeWorker("decode", step_s=0.02)
     async with Service([prefill], [decode]) as service:
         running = asyncio.create_task(collect(service, ask("first", 55)))
         await until(lambda: len(prefill.prefills) == 1)
+        decode.faults.refuse_rows = 50
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await collect(service, ask("second", 55), timeout_s=0.2)
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

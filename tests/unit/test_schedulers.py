@@ -1,4 +1,4 @@
-"""The two schedulers, alone: no tensor, no thread."""
+"""The scheduler of prompts and the life of a sequence, alone: no tensor, no thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.sampling_params import SamplingParams
-from legato.worker.scheduling.decode import DecodeScheduler
 from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.sequence import FinishReason, Sequence, SequenceState
 
@@ -44,11 +42,11 @@ def test_prefill_packs_prompts_and_cuts_the_last_one_at_the_budget() -> None:
         [(30, 10, True), (3, 3, True)],
     ]
     for parts in expected:
-        step = scheduler.schedule()
+        step = scheduler.schedule(0.0)
         assert plan(step) == parts
         assert step is not None
         scheduler.commit(step)
-    assert scheduler.schedule() is None
+    assert scheduler.schedule(0.0) is None
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_waiting_tokens) == (0, 0, 0)
 
 
@@ -58,16 +56,16 @@ def test_a_prompt_starts_only_when_all_its_blocks_are_free_and_nobody_passes_it(
     first, big, small = sequence(12), sequence(16), sequence(4)
     for s in (first, big, small):
         scheduler.add(s)
-    step = scheduler.schedule()
+    step = scheduler.schedule(0.0)
     assert plan(step) == [(12, 12, True)]
     assert step is not None
     scheduler.commit(step)
     assert first.state is SequenceState.DONE
-    assert scheduler.schedule() is None  # 3 blocks are free, `big` needs 4, `small` waits behind
+    assert scheduler.schedule(0.0) is None  # 3 blocks are free, `big` needs 4, `small` waits behind
     assert pool.usage().held == 3
     assert first.lease is not None
     first.lease.release()
-    assert plan(scheduler.schedule()) == [(16, 16, True)]
+    assert plan(scheduler.schedule(0.0)) == [(16, 16, True)]
 
 
 def test_prefill_removes_a_prompt_wherever_it_stands() -> None:
@@ -76,7 +74,7 @@ def test_prefill_removes_a_prompt_wherever_it_stands() -> None:
     started, waiting, kept = sequence(20), sequence(9), sequence(5)
     for s in (started, waiting, kept):
         scheduler.add(s)
-    step = scheduler.schedule()
+    step = scheduler.schedule(0.0)
     assert step is not None
     scheduler.commit(step)
     for s in (started, waiting):
@@ -86,49 +84,7 @@ def test_prefill_removes_a_prompt_wherever_it_stands() -> None:
     assert started.lease is not None
     started.lease.release()
     assert pool.usage().free == 20
-    assert plan(scheduler.schedule()) == [(5, 5, True)]
-
-
-def landed(pool: BlockPool, num_tokens: int) -> Sequence:
-    s = sequence(num_tokens)
-    s.num_computed = num_tokens - 1
-    s.lease = BlockLease(pool, pool.allocate(4) or [])
-    return s
-
-
-def test_decode_runs_all_that_joined_and_lets_the_rest_wait_in_order() -> None:
-    pool = BlockPool(20)
-    scheduler = DecodeScheduler(4, 2)
-    assert scheduler.schedule() is None
-    a, b, c = (landed(pool, n) for n in (5, 6, 7))
-    for s in (a, b, c):
-        scheduler.add(s)
-    step = scheduler.schedule()
-    assert plan(step) == [(5, 1, True), (6, 1, True)]
-    assert step is not None
-    assert step.joined == [a, b]
-    scheduler.commit(step)
-    assert (a.num_computed, scheduler.num_waiting, scheduler.num_running) == (5, 1, 2)
-    a.append(1)
-    b.append(1)
-    scheduler.remove(a)
-    step = scheduler.schedule()
-    assert plan(step) == [(7, 1, True), (7, 1, True)]
-    assert step is not None
-    assert step.joined == [c]
-
-
-def test_decode_pins_blocks_for_as_long_as_the_sequence_is_in_the_batch() -> None:
-    pool = BlockPool(4)
-    scheduler = DecodeScheduler(4, 2)
-    s = landed(pool, 5)
-    scheduler.add(s)
-    scheduler.schedule()
-    assert s.lease is not None
-    s.lease.release()
-    assert pool.usage().held == 4
-    scheduler.remove(s)
-    assert pool.usage().held == 0
+    assert plan(scheduler.schedule(0.0)) == [(5, 5, True)]
 
 
 def test_the_end_is_decided_by_token_and_count() -> None:
@@ -149,3 +105,9 @@ def test_a_sequence_never_moves_back() -> None:
     s.move_to(SequenceState.DONE)
     with pytest.raises(AssertionError, match="cannot become"):
         s.move_to(SequenceState.RUNNING)
+
+
+def test_each_answer_has_a_seed_of_its_own() -> None:
+    params = replace(SamplingParams.greedy_for(3), seed=2**63 - 2)
+    assert [params.for_answer(i).seed for i in range(4)] == [2**63 - 2, 2**63 - 1, 0, 1]
+    assert params.for_answer(5) == replace(params, seed=3)

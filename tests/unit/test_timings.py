@@ -32,3 +32,18 @@ def test_only_the_first_of_the_first_tokens_counts() -> None:
     timings = generation_pb2.Timings()
     clock.write_to(timings)
     assert timings.ttft_s == 1.0
+
+
+def test_a_copy_shares_the_past_and_nothing_else() -> None:
+    moments = iter([0.0, 1.0, 3.0, 4.0, 6.0])
+    clock = PhaseClock(lambda: next(moments))
+    clock.enter(Phase.PREFILL)
+    twin = clock.copy()
+    clock.enter(Phase.DECODE)
+    timings, of_twin = generation_pb2.Timings(), generation_pb2.Timings()
+    clock.write_to(timings)
+    assert not twin.closed
+    twin.write_to(of_twin)
+    assert (timings.queue_s, timings.prefill_s, timings.decode_s) == (1.0, 2.0, 1.0)
+    assert (of_twin.queue_s, of_twin.prefill_s, of_twin.decode_s) == (1.0, 5.0, 0.0)
+    assert clock.closed

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from text_folders import SPECIAL, write_folder
 from transformers import AutoTokenizer
@@ -85,6 +85,7 @@ def user(*contents: str) -> list[generation_pb2.ChatMessage]:
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_ids_and_texts(pair: Any, family: str, text: str) -> None:  # noqa: ANN401
+    assume(not text.startswith("<s>"))  # transformers begins it twice, and we never do
     ours, theirs = pair(family)
     ids = ours.encode_text(text, parse_special_tokens=True)
     assert ids == theirs.encode(text)

@@ -98,7 +98,7 @@ async def test_eos_stop_ids_min_tokens_and_ignore_eos() -> None:
         first = Attempt(pair, prompt, sampling(8), eos=[plain[0]])
         assert await first.run() == plain[:1]
         assert first.first is not None
-        assert first.first.finish_reason == common_pb2.FINISH_REASON_STOP
+        assert first.first.answers[0].finish_reason == common_pb2.FINISH_REASON_STOP
         await pair.until_idle()
 
 
@@ -155,7 +155,7 @@ async def test_logprobs_come_with_every_token() -> None:
         attempt = Attempt(pair, prompt_of(5), sampling(2, logprobs=1))
         await attempt.run()
         assert attempt.first is not None
-        assert attempt.first.token.logprobs.top[0].logprob == -0.5
+        assert attempt.first.answers[0].token.logprobs.top[0].logprob == -0.5
         assert attempt.finish.tokens[0].HasField("logprobs")
         await pair.until_idle()
 

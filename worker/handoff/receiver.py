@@ -104,9 +104,13 @@ class KvReceiver:
         if ticket.state is not TicketState.RESERVED:
             raise RefusedError(f"begin: the ticket is {ticket.state.name}, a transfer came before")
         self._lease = self._tickets.begin_landing(ticket)
-        self._record = LandingRecord(self._identity.kv_shape.num_layers, begin.num_tokens)
+        self._record = LandingRecord(
+            self._identity.kv_shape.num_layers, ticket.num_reused_tokens, begin.num_tokens
+        )
         self._ticket = ticket
-        return self._ack(Ack.STATUS_OK)
+        ack = self._ack(Ack.STATUS_OK)
+        ack.reused_tokens = ticket.num_reused_tokens
+        return ack
 
     async def _land(self, chunk: kv_transfer_pb2.KvChunk) -> Ack:
         try:
@@ -143,11 +147,13 @@ class KvReceiver:
         num_layers = self._identity.kv_shape.num_layers
         if not 0 <= chunk.layer < num_layers:
             raise RefusedError(f"chunk: layer is {chunk.layer}, limit [0, {num_layers})")
+        # Below that are the blocks that were found: others may read them.
+        first = ticket.num_reused_tokens
         end = chunk.token_start + chunk.num_tokens
-        if chunk.token_start < 0 or chunk.num_tokens < 1 or end > ticket.num_handoff_tokens:
+        if chunk.token_start < first or chunk.num_tokens < 1 or end > ticket.num_handoff_tokens:
             raise RefusedError(
                 f"chunk: tokens {chunk.token_start} to {end} are not within "
-                f"[0, {ticket.num_handoff_tokens})"
+                f"[{first}, {ticket.num_handoff_tokens})"
             )
         expected = chunk.num_tokens * self._row_bytes
         if len(chunk.data) != expected:

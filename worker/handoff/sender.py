@@ -46,6 +46,7 @@ class HandoffResult:
 
     kv_bytes: int
     transfer_s: float
+    reused_tokens: int  # the first ones: their KV was there already and was not sent
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class KvSender:
                 call: PushCall = kv_transfer_pb2_grpc.KvTransferStub(channel).Push()
                 try:
                     transfer = _Transfer(self._identity, self._pager, self._counters, call)
-                    kv_bytes = await transfer.run(lease, num_tokens, ticket)
+                    kv_bytes, reused_tokens = await transfer.run(lease, num_tokens, ticket)
                     completed = True
                 finally:
                     call.cancel()  # nothing to the call that is over
@@ -96,7 +97,7 @@ class KvSender:
                 self._counters.completed += 1
             else:
                 self._counters.failed += 1
-        return HandoffResult(kv_bytes, time.perf_counter() - started_at_s)
+        return HandoffResult(kv_bytes, time.perf_counter() - started_at_s, reused_tokens)
 
 
 class _Transfer:
@@ -113,7 +114,10 @@ class _Transfer:
         self._unanswered: dict[tuple[int, int], _Piece] = {}
         self._sends: dict[_Piece, int] = {}
 
-    async def run(self, lease: BlockLease, num_tokens: int, ticket: worker_pb2.KvTicket) -> int:
+    async def run(
+        self, lease: BlockLease, num_tokens: int, ticket: worker_pb2.KvTicket
+    ) -> tuple[int, int]:
+        """Returns the bytes sent, each row counted once, and how many first tokens were not."""
         shape = self._identity.kv_shape
         row_bytes = wire.row_bytes(shape)
         await self._write(
@@ -128,13 +132,17 @@ class _Transfer:
                 )
             )
         )
-        await self._read(Ack.STATUS_OK)
+        reused = (await self._read(Ack.STATUS_OK)).reused_tokens
+        if not 0 <= reused <= num_tokens:
+            raise HandoffError(
+                f"the receiver's reused_tokens is {reused}, limit [0, {num_tokens}] (of the tokens)"
+            )
 
         step = wire.tokens_per_chunk(shape)
         self._waiting.extend(
             _Piece(layer, start, min(step, num_tokens - start))
             for layer in range(shape.num_layers)
-            for start in range(0, num_tokens, step)
+            for start in range(reused, num_tokens, step)
         )
         unanswered_bytes = 0
         while self._waiting or self._unanswered:
@@ -149,14 +157,14 @@ class _Transfer:
             piece = await self._take_answer()
             unanswered_bytes -= piece.num_tokens * row_bytes
 
-        num_bytes = num_tokens * shape.num_layers * row_bytes
+        num_bytes = (num_tokens - reused) * shape.num_layers * row_bytes
         await self._write(
             kv_transfer_pb2.KvPush(
                 commit=kv_transfer_pb2.KvCommit(epoch=ticket.epoch, num_bytes=num_bytes)
             )
         )
         await self._read(Ack.STATUS_COMMITTED)
-        return num_bytes
+        return num_bytes, reused
 
     async def _send_chunk(
         self, lease: BlockLease, piece: _Piece, ticket: worker_pb2.KvTicket

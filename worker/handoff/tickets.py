@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from legato.worker.handoff.wanted_room import WantedRoom
 from legato.worker.kv.block_lease import BlockLease
-from legato.worker.kv.block_pool import blocks_for
+from legato.worker.priority import Priority
+from legato.worker.scheduling.claim import NoRoomNowError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as SequenceOf
+
     from legato.worker.kv.block_pool import BlockPool
-
-
-class NoRoomNowError(Exception):
-    """Too few free blocks at present."""
-
-
-class NeverFitsError(Exception):
-    """More blocks than the pool has."""
+    from legato.worker.scheduling.capacity import CapacityLedger
+    from legato.worker.scheduling.claim import Claim, Newcomer
 
 
 class TicketState(Enum):
@@ -29,7 +29,7 @@ class TicketState(Enum):
     RESERVED = auto()  # a credit; no block is bound, or those of a broken transfer are
     LANDING = auto()  # blocks are bound and one transfer writes into them
     LANDED = auto()  # every row is there
-    DECODING = auto()  # the blocks belong to the engine's sequence
+    DECODING = auto()  # the blocks belong to the engine's sequences
     CLOSED = auto()  # void: the epoch will never be valid again
 
     def can_become(self, target: TicketState) -> bool:
@@ -54,19 +54,55 @@ class AttemptKey:
     attempt: int
 
 
+@dataclass(frozen=True)
+class TicketRequest:
+    """What a ticket is asked for."""
+
+    newcomer: Newcomer
+    arrival: int  # the lesser came first to the router
+    token_ids: SequenceOf[int]  # one for each row of KV that the hand-off brings
+    block_hashes: SequenceOf[bytes] = ()  # of their full blocks; () where none are to be shared
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != self.newcomer.rows:
+            raise ValueError(
+                f"token_ids has {len(self.token_ids)} ids, newcomer.rows is {self.newcomer.rows}"
+            )
+
+
+@dataclass(frozen=True)
+class LandedAnswer:
+    """What one answer goes on with."""
+
+    claim: Claim
+    lease: BlockLease
+    # The block whose rows are to be copied to the first of its own before it goes on; the
+    # reference to it goes with it (see `CapacityScheduler.fork`).
+    source: int | None
+
+
 @dataclass(eq=False)
 class Ticket:
-    """Changed by the TicketBook only."""
+    """One Decode call. Changed by the TicketBook only."""
 
     key: AttemptKey
     epoch: int
-    num_handoff_tokens: int
-    max_kv_tokens: int
-    num_blocks: int
+    request: TicketRequest
+    # Of the answers that go on. They are alike but for the first, which binds the blocks that the
+    # rows land in: whoever is left, the first claim is left.
+    claims: list[Claim]
+    num_blocks: int  # promised at first
     state: TicketState = TicketState.RESERVED
-    lease: BlockLease | None = None
+    lease: BlockLease | None = None  # of the first claim
+    num_found_blocks: int = 0  # of the lease: they were there already, and others may read them
+    num_reused_tokens: int = 0  # whose rows need not be sent, for they are in the found blocks
     # Set when the state is LANDED or CLOSED: what the Decode call waits for.
     settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_handoff_tokens(self) -> int:
+        """Rows that must be there before the answers can go on."""
+        return self.request.newcomer.rows
 
     def move_to(self, target: TicketState) -> None:
         """Changes the state."""
@@ -84,11 +120,27 @@ class TicketBook:
     earlier ticket, or from a sender that talks to a restarted worker, matches none. Two tickets
     may carry the same key: a request that is sent again right after its cancel overlaps with its
     old self for a moment, and the epochs keep the two apart.
+
+    Until the hand-over the ticket owns claims and blocks, and whatever ends it gives them back;
+    from then on the engine does. A block can be found by others only when all its rows have
+    landed for certain: after the commit.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        ledger: CapacityLedger,
+        *,
+        block_size: int,
+        on_change: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_change`: blocks have become free, or `wanted` is another list now."""
         self._pool = pool
+        self._ledger = ledger
         self._block_size = block_size
+        self._on_change = on_change
+        self._wanted = WantedRoom(now)
         self._next_epoch = secrets.randbits(62) + 1  # below 2^63: room to count on in a uint64
         self._by_epoch: dict[int, Ticket] = {}
 
@@ -100,31 +152,31 @@ class TicketBook:
         """Tickets whose KV is arriving."""
         return sum(t.state is TicketState.LANDING for t in self._by_epoch.values())
 
-    def reserve(self, key: AttemptKey, num_handoff_tokens: int, max_kv_tokens: int) -> Ticket:
-        """Promises room for `max_kv_tokens` rows.
+    def wanted(self) -> list[Newcomer]:
+        """The interactive ones that were refused a moment ago: batch must not delay them."""
+        return self._wanted.newcomers()
+
+    def reserve(self, key: AttemptKey, request: TicketRequest) -> Ticket:
+        """Promises room for the rows of all answers, as far as the ledger's rule asks for.
 
         Raises:
             NeverFitsError, NoRoomNowError: and nothing is promised.
         """
-        if not 1 <= num_handoff_tokens <= max_kv_tokens:
-            raise ValueError(
-                f"num_handoff_tokens must be in [1, max_kv_tokens {max_kv_tokens}], "
-                f"got {num_handoff_tokens}"
-            )
-        num_blocks = blocks_for(max_kv_tokens, self._block_size)
-        if num_blocks > self._pool.total:
-            raise NeverFitsError(
-                f"max_kv_tokens {max_kv_tokens} needs {num_blocks} blocks of {self._block_size} "
-                f"tokens; this worker has {self._pool.total} in all"
-            )
-        if not self._pool.reserve(num_blocks):
-            raise NoRoomNowError(
-                f"max_kv_tokens {max_kv_tokens} needs {num_blocks} blocks; "
-                f"{self._pool.usage().available} are free"
-            )
-        ticket = Ticket(key, self._next_epoch, num_handoff_tokens, max_kv_tokens, num_blocks)
+        newcomer = request.newcomer
+        interactive = newcomer.priority is Priority.INTERACTIVE
+        try:
+            claims = self._ledger.admit(newcomer, () if interactive else self.wanted())
+        except NoRoomNowError:
+            if interactive:
+                self._wanted.add(request.arrival, newcomer)
+                self._on_change()
+            raise
+        num_blocks = sum(claim.promised for claim in claims)
+        ticket = Ticket(key, self._next_epoch, request, claims, num_blocks)
         self._next_epoch += 1
         self._by_epoch[ticket.epoch] = ticket
+        if self._wanted.discard(request.arrival, newcomer):
+            self._on_change()
         return ticket
 
     def find(self, epoch: int) -> Ticket | None:
@@ -132,10 +184,16 @@ class TicketBook:
         return self._by_epoch.get(epoch)
 
     def begin_landing(self, ticket: Ticket) -> BlockLease:
-        """A transfer begins: turns the credit into blocks, once."""
+        """A transfer begins: turns the credit for the rows into blocks, once."""
         ticket.move_to(TicketState.LANDING)
         if ticket.lease is None:
-            ticket.lease = BlockLease(self._pool, self._pool.allocate_reserved(ticket.num_blocks))
+            hashes = ticket.request.block_hashes
+            blocks, ticket.num_found_blocks = self._ledger.bind(ticket.claims[0], hashes)
+            ticket.num_reused_tokens = ticket.num_found_blocks * self._block_size
+            assert ticket.num_reused_tokens <= ticket.num_handoff_tokens, "found more than asked"
+            ticket.lease = BlockLease(self._pool, blocks)
+            if ticket.num_found_blocks:  # of the blocks that were promised, some are not needed
+                self._on_change()
         return ticket.lease
 
     def break_landing(self, ticket: Ticket) -> None:
@@ -144,14 +202,39 @@ class TicketBook:
             ticket.move_to(TicketState.RESERVED)
 
     def finish_landing(self, ticket: Ticket) -> None:
-        """Every row of every layer is in its page."""
+        """Every row of every layer is in its page: others may find the full blocks now."""
         ticket.move_to(TicketState.LANDED)
-
-    def hand_over(self, ticket: Ticket) -> BlockLease:
-        """Gives the blocks to the engine's sequence, which releases them from now on."""
-        ticket.move_to(TicketState.DECODING)
         assert ticket.lease is not None
-        return ticket.lease
+        hashes = ticket.request.block_hashes
+        for place in range(ticket.num_found_blocks, len(hashes)):
+            self._pool.register(ticket.lease.blocks[place], hashes[place])
+
+    def end_answer(self, ticket: Ticket) -> None:
+        """One answer less goes on, whichever it is; not the last one: then the ticket is closed."""
+        assert ticket.state is not TicketState.DECODING, "the engine has the claims"
+        assert len(ticket.claims) > 1, "no answer would be left"
+        self._ledger.withdraw(ticket.claims.pop())
+        self._on_change()
+
+    def hand_over(self, ticket: Ticket) -> list[LandedAnswer]:
+        """Gives claims and blocks to the engine's sequences, which release them from now on.
+
+        The first one goes on in the blocks that the rows have landed in. The others share those
+        that the rows fill, and have blocks of their own behind them.
+        """
+        ticket.move_to(TicketState.DECODING)
+        landed = ticket.lease
+        assert landed is not None
+        num_full, rest = divmod(ticket.num_handoff_tokens, self._block_size)
+        first, *others = ticket.claims
+        answers = [LandedAnswer(first, landed, None)]
+        for claim in others:
+            own = self._ledger.bind_fork(claim)
+            self._pool.share(landed.blocks[: num_full + bool(rest)])
+            lease = BlockLease(self._pool, landed.blocks[:num_full] + own)
+            source = landed.blocks[num_full] if rest else None
+            answers.append(LandedAnswer(claim, lease, source))
+        return answers
 
     def close(self, ticket: Ticket) -> None:
         """Voids the epoch and gives back what the ticket still owns. Idempotent."""
@@ -160,10 +243,13 @@ class TicketBook:
         handed_over = ticket.state is TicketState.DECODING
         ticket.move_to(TicketState.CLOSED)
         del self._by_epoch[ticket.epoch]
-        if ticket.lease is None:
-            self._pool.unreserve(ticket.num_blocks)
-        elif not handed_over:
+        if handed_over:
+            return
+        for claim in ticket.claims:
+            self._ledger.withdraw(claim)
+        if ticket.lease is not None:
             ticket.lease.release()
+        self._on_change()
 
     def close_all(self) -> None:
         """Voids every ticket: the worker ends."""

@@ -177,6 +177,18 @@ class BlockPool:
             self._check_held([block], "registered")
             return self._index.register(block, block_hash)
 
+    def unregister(self, blocks: Sequence[int]) -> None:
+        """Makes held blocks unfindable, whoever else holds them; no matter for unregistered ones.
+
+        Raises:
+            ValueError: a block is not held, or stands twice in `blocks`; nothing is changed.
+        """
+        with self._lock:
+            self._check_held(blocks, "unregistered")
+            for block in blocks:
+                if block in self._index:
+                    self._index.unregister(block)
+
     def share(self, blocks: Sequence[int]) -> None:
         """Refers once more to each.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from legato.kernels import huge_pages
 from legato.kernels.kv_pages import QUANTIZED_DTYPES, KvPages
+from legato.worker.kv.block_pool import blocks_for
 
 if TYPE_CHECKING:
     from legato.worker.config import WorkerConfig
@@ -40,7 +41,7 @@ class KvShape:
         """What `config` asks for, of a model computed in `dtype`.
 
         Raises:
-            ValueError: kv_memory_bytes holds not one block of it.
+            ValueError: kv_memory_bytes or swap_memory_bytes, where they count, hold not one block.
         """
         shape = cls(
             num_layers=model.num_layers,
@@ -49,10 +50,19 @@ class KvShape:
             block_size=config.block_size,
             dtype=choose_kv_dtype(config.kv_cache, dtype),
         )
-        if shape.num_blocks(config.kv_memory_bytes) < 1:
+        if config.kv_memory_fraction is None and shape.num_blocks(config.kv_memory_bytes) < 1:
+            context_length = min(
+                config.context_length or model.context_length, model.context_length
+            )
             raise ValueError(
                 f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
-                f"one of {config.block_size} tokens takes {shape.bytes_per_block} bytes"
+                f"{shape.least_memory(context_length)}"
+            )
+        swap = config.swap_memory_bytes if config.role == "decode" else None
+        if swap and shape.num_blocks(swap) < 1:
+            raise ValueError(
+                f"swap_memory_bytes {swap} holds no block: one of {config.block_size} tokens takes "
+                f"{shape.bytes_per_block} bytes; 0 is off"
             )
         return shape
 
@@ -76,6 +86,17 @@ class KvShape:
     def bytes_per_block(self) -> int:
         """Of all layers."""
         return self.bytes_per_token * self.block_size
+
+    def context_bytes(self, context_length: int) -> int:
+        """What one sequence takes that is as long as may be, in whole blocks."""
+        return blocks_for(context_length, self.block_size) * self.bytes_per_block
+
+    def least_memory(self, context_length: int) -> str:
+        """In words: what a block takes, and what a context does."""
+        return (
+            f"one of {self.block_size} tokens takes {self.bytes_per_block} bytes; a context of "
+            f"{context_length} tokens takes {self.context_bytes(context_length)}"
+        )
 
     def num_blocks(self, memory_bytes: int) -> int:
         """How many whole blocks fit into `memory_bytes`."""

@@ -51,8 +51,11 @@ class CapacityLedger:
         """Raises NeverFitsError, with the numbers, where an empty pool would be too small."""
         most = self._strict_blocks(newcomer)
         if most > self._pool.total:
+            each = (
+                f" for each of {newcomer.num_answers} answers" if newcomer.num_answers > 1 else ""
+            )
             raise NeverFitsError(
-                f"{newcomer.max_rows} rows of KV (for each of {newcomer.num_answers} answers) "
+                f"{newcomer.max_rows} rows of KV{each} "
                 f"need {most} blocks of {self.block_size} tokens; "
                 f"this worker has {self._pool.total} in all"
             )

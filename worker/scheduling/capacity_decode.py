@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
 from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn
+from legato.worker.scheduling.generated import GeneratedBlocks
 from legato.worker.scheduling.live import LiveSequences, claim_of, lease_of, needs_block, rank
 from legato.worker.scheduling.preemption import Preemption
 from legato.worker.scheduling.step import StepPart
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.block_pool import BlockPool
     from legato.worker.scheduling.capacity import CapacityLedger
     from legato.worker.scheduling.claim import Newcomer
+    from legato.worker.scheduling.step import Step
     from legato.worker.sequence import Sequence
 
 # A batch sequence that lies swapped out this long counts as interactive from then on, so that a
@@ -64,6 +66,7 @@ class CapacityScheduler:
         self._host_pool = host_pool
         self._live = LiveSequences()
         self._preemption = Preemption(pool, ledger, host_pool, self._live)
+        self._generated = GeneratedBlocks(pool, ledger.block_size)
         self._forks: dict[Sequence, BlockCopy] = {}  # to run with the next decision
 
     @property
@@ -99,6 +102,7 @@ class CapacityScheduler:
         assert claim.rows <= len(lease_of(sequence).blocks) * self._block_size, (
             "rows without blocks"
         )
+        self._generated.begin(sequence)
         self._live.waiting[sequence] = None
 
     def fork(self, sequence: Sequence, source: int | None) -> None:
@@ -128,6 +132,8 @@ class CapacityScheduler:
             self._pool.free([copy.source])
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._ledger.record(sequence.num_output_tokens)
+        elif sequence.finish_reason is FinishReason.BROKEN:
+            self._pool.unregister(lease_of(sequence).blocks)  # their rows may be what broke it
         self._ledger.withdraw(claim_of(sequence))
         sequence.move_to(SequenceState.DONE)
 
@@ -141,7 +147,7 @@ class CapacityScheduler:
         A sequence whose last token is on its way takes no part.
         """
         self._age(now)
-        plan = Decision([], [], copies=list(self._forks.values()))
+        plan = Decision([], copies=list(self._forks.values()))
         self._forks.clear()
         for copy in plan.copies:
             self._pool.share([copy.target])  # it stays until the copy is done, come what may
@@ -163,18 +169,22 @@ class CapacityScheduler:
         self._live.unsettled.append(plan)
         return plan
 
-    def commit(self, decision: Decision) -> None:
+    def commit(self, step: Step) -> None:
         """Notes the row of KV that each sequence gained."""
-        for part in decision.parts:
+        for part in step.parts:
             part.sequence.num_computed += 1
             claim_of(part.sequence).rows += 1
 
-    def settle(self, decision: Decision) -> None:
-        """The device has done it all: gives back the blocks of those that yielded."""
-        assert self._live.unsettled[0] is decision, "settled out of order"
-        del self._live.unsettled[0]
+    def settle(self, step: Step) -> None:
+        """The device has done it all: gives back the blocks of those that yielded, and makes those
+        findable that became full.
+        """
+        decision = self._live.unsettled.pop(0)
+        assert decision is step, "settled out of order"
         for blocks in decision.free_after:
             self._pool.free(blocks)
+        for part in decision.parts:
+            self._generated.note_row(part.sequence)
 
     # Who gets a block, or a place.
 
@@ -229,7 +239,6 @@ class CapacityScheduler:
         del self._live.waiting[sequence]
         sequence.move_to(SequenceState.RUNNING)
         self._live.running[sequence] = None
-        plan.joined.append(sequence)
         ready.append(sequence)
 
     def _bring_back(
@@ -239,11 +248,12 @@ class CapacityScheduler:
             return False  # its KV is not in the host's memory yet
         claim = claim_of(sequence)
         count = self._blocks_to_return(sequence)
-        # When nothing else is here, the expectation does not matter: it may grow to the end.
-        if self._live.running or self._live.waiting:
-            ahead = [w for w in self._live.wanted if w.priority > claim.priority]
-            if not self._ledger.may_return(claim, count, len(hand), ahead):
-                return False
+        ahead = [w for w in self._live.wanted if w.priority > claim.priority]
+        # When nothing else is here, the expectation does not matter: it may grow to the end. But
+        # one that is about to come in, for which it may just have made room, goes first.
+        others = self._live.running or self._live.waiting or self._about_to_enter(ahead)
+        if others and not self._ledger.may_return(claim, count, len(hand), ahead):
+            return False
         taken = self._pool.allocate(max(0, count - len(hand)))
         if taken is None:
             return False
@@ -260,6 +270,10 @@ class CapacityScheduler:
         if not sequence.ends_unread:
             ready.append(sequence)
         return True
+
+    def _about_to_enter(self, ahead: list[Newcomer]) -> bool:
+        coming = self._preemption.num_blocks_coming()
+        return bool(ahead) and self._ledger.may_enter(ahead[0], coming)
 
     def _blocks_to_return(self, sequence: Sequence) -> int:
         return blocks_for(sequence.num_computed + 1, self._block_size)

@@ -20,7 +20,7 @@ class AdmissionRule:
     """`risk`: the share of answers that may turn out longer than expected."""
 
     mode: AdmissionMode = AdmissionMode.EXPECTED
-    risk: float = 0.6
+    risk: float = 0.7
     max_preemptions: int = 3  # one preempted so often is expected to need all it may need
 
     def __post_init__(self) -> None:

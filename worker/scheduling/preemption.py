@@ -41,7 +41,7 @@ class Preemption:
         self, takers: list[Sequence], plan: Decision, hand: list[int], now: float
     ) -> bool:
         """Preempts until the rest of `takers` can get a block each; whether anyone was."""
-        coming = self._num_blocks_coming()
+        coming = self.num_blocks_coming()
         preempted = False
         while True:
             needed = sum(
@@ -76,13 +76,13 @@ class Preemption:
             num_blocks = self._ledger.blocks_to_enter(self._live.wanted[0])
         else:
             return
-        missing = num_blocks - self._pool.usage().available - self._num_blocks_coming()
+        missing = num_blocks - self._pool.usage().available - self.num_blocks_coming()
         victims = choose_lower(candidates, priority, missing, self._is_protected)
         freed = sum(claim_of(victim).own_blocks for victim in victims)
         fits = (
             self._ledger.may_return(claim_of(first), num_blocks, freed)
             if first is not None
-            else self._ledger.may_enter(self._live.wanted[0], freed + self._num_blocks_coming())
+            else self._ledger.may_enter(self._live.wanted[0], freed + self.num_blocks_coming())
         )
         if victims and freed >= missing and fits:
             for victim in victims:
@@ -111,6 +111,7 @@ class Preemption:
         self.count += 1
         claim.num_preemptions += 1
         claim.own_blocks = claim.num_shared_blocks = 0
+        victim.num_registered = 0  # whatever blocks it gets next, they have no names
         (self._live.waiting if victim.state is SequenceState.WAITING else self._live.running).pop(
             victim
         )
@@ -122,11 +123,12 @@ class Preemption:
             plan.returned.append(victim)
             return
         victim.move_to(SequenceState.SWAPPED)
+        victim.num_swaps += 1
         claim.swapped = True
         self._live.swapped[victim] = Swapped(slots, now)
         plan.swap_outs.append(SwapOut(victim, blocks[:num_full], slots))
 
-    def _num_blocks_coming(self) -> int:
+    def num_blocks_coming(self) -> int:
         """Blocks that the steps under way will give back: worth a step's wait."""
         coming = sum(claim_of(s).own_blocks for s in self._live.running if s.ends_unread)
         for decision in self._live.unsettled:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.scheduling.step import Step, StepPart
-from legato.worker.sequence import SequenceState
+from legato.worker.sequence import FinishReason, SequenceState
 
 if TYPE_CHECKING:
     from legato.worker.kv.block_pool import BlockPool
@@ -24,7 +24,8 @@ class PrefillScheduler:
     that does not fit holds back those behind it: letting them pass would starve it.
 
     Full blocks that another prompt with the same beginning left behind are shared, not computed
-    again; those that this one fills can be found by the next.
+    again; those that this one fills can be found by the next. A prompt without usable logits takes
+    all its blocks out of the cache: NaN may be in them, even before the token that brought it.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, chunk_tokens: int) -> None:
@@ -52,6 +53,16 @@ class PrefillScheduler:
         """Tokens of both that are still to compute."""
         return self._waiting_tokens
 
+    @property
+    def num_swapped(self) -> int:
+        """0: a started prompt keeps its blocks."""
+        return 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """0."""
+        return 0
+
     def add(self, sequence: Sequence) -> None:
         """Queues a prompt that the pool can hold (the caller has checked)."""
         assert blocks_for(len(sequence.token_ids), self._block_size) <= self._pool.total
@@ -59,7 +70,9 @@ class PrefillScheduler:
         self._waiting_tokens += _remaining(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Drops a prompt, queued or between two of its chunks."""
+        """Drops a prompt: queued, between two of its chunks, or computed and broken."""
+        if sequence.finish_reason is FinishReason.BROKEN and sequence.lease is not None:
+            self._pool.unregister(sequence.lease.blocks)
         if sequence.state is SequenceState.DONE:
             return
         if sequence.state is SequenceState.WAITING:
@@ -69,11 +82,10 @@ class PrefillScheduler:
         self._waiting_tokens -= _remaining(sequence)
         sequence.move_to(SequenceState.DONE)
 
-    def schedule(self) -> Step | None:
+    def schedule(self, now: float) -> Step | None:
         """Started prompts first, then as many waiting ones as budget and blocks allow."""
         budget = self._chunk_tokens
         parts: list[StepPart] = []
-        joined: list[Sequence] = []
         for sequence in self._running:
             if budget == 0:
                 break
@@ -89,11 +101,10 @@ class PrefillScheduler:
             sequence.lease = lease
             sequence.move_to(SequenceState.RUNNING)
             self._running.append(sequence)
-            joined.append(sequence)
             count = min(budget, _remaining(sequence))
             parts.append(StepPart(sequence, count))
             budget -= count
-        return Step(parts, joined) if parts else None
+        return Step(parts) if parts else None
 
     def commit(self, step: Step) -> None:
         """Moves each prompt on; one whose last token was computed leaves, keeping its blocks."""
@@ -105,6 +116,9 @@ class PrefillScheduler:
             if _remaining(sequence) == 0:
                 self._running.remove(sequence)
                 sequence.move_to(SequenceState.DONE)
+
+    def settle(self, step: Step) -> None:
+        """Nothing: what a step has computed is read by later ones only."""
 
     def _lease(self, sequence: Sequence) -> BlockLease | None:
         """All its blocks, where there is room; what is cached of them counts as computed."""

@@ -24,10 +24,9 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Step:
-    """The parts, in batch order, and which sequences entered the batch with this step."""
+    """The parts, in batch order."""
 
     parts: list[StepPart]
-    joined: list[Sequence]
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +52,16 @@ class Scheduler(Protocol):
         """Prompt tokens taken in and not yet computed."""
         ...
 
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose KV is in the host's memory."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """Sequences that had to yield their blocks, so far."""
+        ...
+
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in, behind those that came before."""
         ...
@@ -61,12 +70,18 @@ class Scheduler(Protocol):
         """Takes it out wherever it stands; does nothing if it is out already."""
         ...
 
-    def schedule(self) -> Step | None:
-        """The next step, or None where nothing can run now."""
+    def schedule(self, now: float) -> Step | None:
+        """The next step, or None where nothing can run now. `now`: seconds on a steady clock."""
         ...
 
     def commit(self, step: Step) -> None:
         """Notes that `step` is computed, or certainly will be. Called before its sampled tokens
         are appended.
+        """
+        ...
+
+    def settle(self, step: Step) -> None:
+        """Notes that the device is done with `step`. Called once for each, in order, when the next
+        may have been committed, and before its sampled tokens are appended.
         """
         ...

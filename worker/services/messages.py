@@ -8,6 +8,8 @@ from legato.protos import common_pb2, worker_pb2
 from legato.worker.sequence import FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
     from legato.worker.mailbox import TokenEvent
 
 _FINISH_REASONS = {
@@ -17,12 +19,30 @@ _FINISH_REASONS = {
 }
 
 
-def finish_reason(event: TokenEvent) -> common_pb2.FinishReason.ValueType:
-    """UNSPECIFIED while the answer goes on."""
-    return _FINISH_REASONS[event.finish_reason]
+def answer_start(event: TokenEvent) -> worker_pb2.AnswerStart:
+    """An answer's first token from prefill."""
+    return worker_pb2.AnswerStart(
+        token=_sampled_token(event),
+        finished=event.finish_reason is not None,
+        finish_reason=_FINISH_REASONS[event.finish_reason],
+    )
 
 
-def sampled_token(event: TokenEvent) -> worker_pb2.SampledToken:
+def tokens_message(answer: int, events: SequenceOf[TokenEvent]) -> worker_pb2.Tokens:
+    """One answer's tokens, at least one, with its figures as of the last of them."""
+    last = events[-1]
+    return worker_pb2.Tokens(
+        tokens=[_sampled_token(event) for event in events],
+        finished=last.finish_reason is not None,
+        finish_reason=_FINISH_REASONS[last.finish_reason],
+        decode_forwards=last.num_forwards,
+        model_s=last.model_s,
+        answer=answer,
+        swaps=last.num_swaps,
+    )
+
+
+def _sampled_token(event: TokenEvent) -> worker_pb2.SampledToken:
     """With logprobs where the request asked for them."""
     message = worker_pb2.SampledToken(token_id=event.sampled.token_id, index=event.index)
     if event.sampled.logprob is not None:

@@ -8,9 +8,7 @@ import grpc
 
 from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.handoff.sender import HandoffError
-from legato.worker.identity import dtype_name
 from legato.worker.kv.block_pool import blocks_for
-from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.sequence import Sequence
@@ -22,12 +20,13 @@ from legato.worker.services.errors import (
     reports_errors,
     wrong_role,
 )
-from legato.worker.services.messages import finish_reason, sampled_token
+from legato.worker.services.messages import answer_start
 from legato.worker.services.validation import (
     check_cache_salt,
     check_lengths,
     check_token_ids,
     read_key,
+    read_num_answers,
     read_sampling,
 )
 
@@ -87,21 +86,21 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         sequence: Sequence,
         mailbox: Mailbox,
     ) -> None:
-        token = await _first_token(mailbox)
+        tokens = await _first_tokens(mailbox, sequence.num_answers)
+        last = tokens[-1]  # all have the same figures: they come of the same step
         await context.write(
             worker_pb2.PrefillEvent(
                 first_token=worker_pb2.FirstToken(
-                    token=sampled_token(token),
-                    wait_s=token.wait_s,
-                    model_s=token.model_s,
-                    prefill_forwards=token.num_forwards,
-                    finished=token.finish_reason is not None,
-                    finish_reason=finish_reason(token),
+                    answers=[answer_start(token) for token in tokens],
+                    wait_s=last.wait_s,
+                    model_s=last.model_s,
+                    prefill_forwards=last.num_forwards,
                     cached_tokens=sequence.num_cached,
                 )
             )
         )
-        if token.finish_reason is not None or not request.HasField("ticket"):
+        goes_on = any(token.finish_reason is None for token in tokens)
+        if not goes_on or not request.HasField("ticket"):
             return
         assert sequence.lease is not None, "the first token is there, so the blocks are"
         try:
@@ -115,7 +114,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         else:
             event = worker_pb2.PrefillEvent(
                 handoff_done=worker_pb2.HandoffDone(
-                    kv_bytes=result.kv_bytes, transfer_s=result.transfer_s
+                    kv_bytes=result.kv_bytes,
+                    transfer_s=result.transfer_s,
+                    reused_tokens=result.reused_tokens,
                 )
             )
         await context.write(event)
@@ -151,24 +152,23 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             params=params,
             eos_token_ids=frozenset(request.eos_token_ids),
             block_hashes=self._block_hashes(request),
+            num_answers=read_num_answers(request.num_answers),
         )
 
     def _block_hashes(self, request: worker_pb2.PrefillRequest) -> list[bytes]:
         if not self._prefix_cache:
             return []
-        hasher = PrefixHasher(
-            self._identity.model_fingerprint,
-            self._identity.kv_shape.block_size,
-            request.cache_salt,
-            kv_kind=f"{self._identity.weights}/{dtype_name(self._identity.kv_shape.dtype)}",
-        )
+        hasher = self._identity.prefix_hasher(request.cache_salt)
         return hasher.block_hashes(request.token_ids)
 
 
-async def _first_token(mailbox: Mailbox) -> TokenEvent:
-    while True:
+async def _first_tokens(mailbox: Mailbox, num_answers: int) -> list[TokenEvent]:
+    """One for each answer, in order."""
+    tokens: dict[int, TokenEvent] = {}
+    while len(tokens) < num_answers:
         for event in await mailbox.take():
             if isinstance(event, BrokenEvent):
                 raise no_usable_logits(event)
             if isinstance(event, TokenEvent):
-                return event
+                tokens[event.answer] = event
+    return [tokens[answer] for answer in range(num_answers)]

@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from legato.protos import common_pb2
 from legato.worker.handoff.tickets import AttemptKey
+from legato.worker.priority import Priority
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.services.errors import invalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from legato.protos import common_pb2, worker_pb2
+    from legato.protos import worker_pb2
 
 MAX_REQUEST_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_ANSWERS = 128
+_PRIORITIES = {
+    common_pb2.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
+    common_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    common_pb2.PRIORITY_BATCH: Priority.BATCH,
+}
 # As common.proto states them: name, lowest, highest, whether the lowest itself is allowed.
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("temperature", 0.0, math.inf, True),
@@ -116,3 +124,18 @@ def check_cache_salt(cache_salt: str) -> None:
     size = len(cache_salt.encode())
     if size > MAX_CACHE_SALT_BYTES:
         raise invalid(f"cache_salt has {size} bytes, limit {MAX_CACHE_SALT_BYTES}")
+
+
+def read_num_answers(num_answers: int) -> int:
+    """0 means 1; raises CallError where there are too many."""
+    if not 0 <= num_answers <= MAX_ANSWERS:
+        raise invalid(f"num_answers is {num_answers}, limit [0, {MAX_ANSWERS}] (0 means 1)")
+    return num_answers or 1
+
+
+def read_priority(priority: common_pb2.Priority.ValueType) -> Priority:
+    """Raises CallError where it is none that this release knows."""
+    try:
+        return _PRIORITIES[priority]
+    except KeyError:
+        raise invalid(f"priority is {priority}, limit [0, {max(_PRIORITIES)}]") from None

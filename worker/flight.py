@@ -1,0 +1,59 @@
+"""Flight: a step that was started and whose tokens are still to be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from legato.worker.scheduling.decision import Decision
+from legato.worker.unread import UnreadTokens
+
+if TYPE_CHECKING:
+    from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.sampler import PendingTokens, Sampled
+    from legato.worker.scheduling.step import Step
+    from legato.worker.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Where steps overlap, the next one is launched before this one is read."""
+
+    step: Step
+    sequences: list[Sequence]  # those of the parts that sample
+    sampled: PendingTokens | None  # None: no part samples
+    leases: list[BlockLease]  # pinned until it is finished
+    started_at_s: float
+    model_s: float  # until the logits were there, or were on their way
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether the next step cannot be sampled before the tokens of this one are known."""
+        return any(sequence.params.reads_output for sequence in self.sequences)
+
+    @property
+    def returned(self) -> list[Sequence]:
+        """Those that left the schedule with this step, for want of blocks."""
+        return self.step.returned if isinstance(self.step, Decision) else []
+
+    def unread(self) -> UnreadTokens | None:
+        """The tokens where the device has them; None where it samples none."""
+        if self.sampled is None:
+            return None
+        return UnreadTokens(self.sequences, self.sampled.token_ids)
+
+    def collect(self) -> list[tuple[Sequence, list[Sampled | None]]]:
+        """Waits for the tokens: of each sequence, one for each of its answers."""
+        tokens = self.sampled.collect() if self.sampled is not None else []
+        collected, start = [], 0
+        for sequence in self.sequences:
+            end = start + sequence.num_answers
+            collected.append((sequence, tokens[start:end]))
+            start = end
+        assert start == len(tokens), "the sampler lost a row"
+        return collected
+
+    def unpin(self) -> None:
+        """The device writes there no more."""
+        for lease in self.leases:
+            lease.drop()

@@ -1,0 +1,215 @@
+"""DecodeCall: the answers of one Decode call, from Start to the end of the last of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from legato.protos import worker_pb2
+from legato.worker.handoff.tickets import TicketState
+from legato.worker.mailbox import BrokenEvent, JoinedEvent, PreemptedEvent, TokenEvent
+from legato.worker.services.errors import CallError, invalid, no_usable_logits
+from legato.worker.services.messages import tokens_message
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Sequence as SequenceOf
+    from typing import Any
+
+    from legato.worker.engine import Engine
+    from legato.worker.handoff.tickets import Ticket, TicketBook
+    from legato.worker.mailbox import EngineEvent, Mailbox
+    from legato.worker.sequence import Sequence
+
+    Write = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
+
+# A call of several answers stays open so long for a `Stop` that is on its way when the last one
+# ends: who writes to a call that is over, gRPC keeps from reading what came before its end. The
+# router ends the call as soon as it has read that, so the time is hardly ever used up.
+LAST_STOP_S = 1.0
+# What waits for a slow reader is any number of tokens, and gRPC takes messages of 4 MiB: a token
+# with all its logprobs is below 400 bytes, here and in what the router makes of it.
+MAX_TOKENS_A_MESSAGE = 1024
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One answer in the engine."""
+
+    sequence: Sequence
+    mailbox: Mailbox
+    stopped: bool = False  # the router wants no more of it
+
+
+class DecodeCall:
+    """Used on the event loop only. Whatever ends it, the engine is rid of every answer.
+
+    An answer is in one of three places: it waits for the KV to land (and the ticket has a claim
+    for it), it is in the engine, or it has ended. A task for each answer passes its events on, and
+    one listens for `Stop`. gRPC takes one message at a time, and none may be broken off, so a task
+    that is writing is not cancelled while the call goes on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tickets: TicketBook,
+        ticket: Ticket,
+        sequences: dict[int, Sequence],
+        write: Write,
+    ) -> None:
+        """`sequences`: of the answers that go on, by their number; none has claim or lease yet."""
+        self._engine = engine
+        self._tickets = tickets
+        self._ticket = ticket
+        self._write = write
+        self._num_answers = ticket.request.newcomer.num_answers
+        self._landing = dict(sequences)
+        self._streams: dict[int, _Stream] = {}
+        self._open = set(sequences)  # not all was said of these
+        self._tasks: list[asyncio.Task[None]] = []
+        self._turn = asyncio.Lock()  # to write
+        self._joined = False
+        self._failure: Exception | None = None
+        self._over = asyncio.Event()
+        for _ in range(self._num_answers - len(sequences)):  # prefill gave their last token
+            tickets.end_answer(ticket)
+
+    async def run(self, commands: AsyncIterator[worker_pb2.DecodeCommand]) -> None:
+        """Returns when no answer is left.
+
+        Raises:
+            CallError, EngineDiedError: of the first answer that failed, or of a wrong command.
+        """
+        listener = self._spawn(self._listen(commands))
+        try:
+            await self._ticket.settled.wait()
+            if not self._over.is_set():
+                self._enter_engine()
+            await self._over.wait()
+            async with self._turn:  # what is being written goes before the status
+                if self._failure is not None:
+                    raise self._failure
+            if self._num_answers > 1:
+                await asyncio.wait({listener}, timeout=LAST_STOP_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for answer in list(self._streams):
+                self._leave_engine(answer)
+
+    def _enter_engine(self) -> None:
+        """All in one go: while one answer steps on, another's rows must not be gone."""
+        if self._ticket.state is not TicketState.LANDED:
+            raise CallError(
+                grpc.StatusCode.UNAVAILABLE, "the worker ended before the KV had landed"
+            )
+        landed = self._tickets.hand_over(self._ticket)
+        for number, (answer, sequence) in enumerate(self._landing.items()):
+            place = landed[number]
+            sequence.claim, sequence.lease = place.claim, place.lease
+            mailbox = (
+                self._engine.submit(sequence)
+                if number == 0
+                else self._engine.fork(sequence, place.source)
+            )
+            self._streams[answer] = _Stream(sequence, mailbox)
+        self._landing.clear()
+        for answer, stream in self._streams.items():
+            self._spawn(self._pass_on(answer, stream))
+
+    def _leave_engine(self, answer: int, *, stopped: bool = False) -> None:
+        stream = self._streams.pop(answer)
+        stream.stopped = stopped
+        self._engine.release(stream.sequence, stream.mailbox, stopped=stopped)
+
+    # What the router says.
+
+    async def _listen(self, commands: AsyncIterator[worker_pb2.DecodeCommand]) -> None:
+        async for command in commands:
+            got = command.WhichOneof("command")
+            if got != "stop":
+                raise invalid(f"command is {got}, stop is expected now")
+            self._stop(command.stop.answer)
+
+    def _stop(self, answer: int) -> None:
+        """Nothing where it has ended: the router cannot know yet."""
+        if not 0 <= answer < self._num_answers:
+            raise invalid(f"stop.answer is {answer}, limit [0, {self._num_answers})")
+        if self._landing.pop(answer, None) is not None:
+            if self._landing:
+                self._tickets.end_answer(self._ticket)
+        elif answer in self._streams:
+            self._leave_engine(answer, stopped=True)
+        else:
+            return
+        self._end(answer)
+
+    # What the engine says.
+
+    async def _pass_on(self, answer: int, stream: _Stream) -> None:
+        """Events up to the answer's end; tokens that wait for a slow reader share a message."""
+        while True:
+            events = await stream.mailbox.take()
+            if stream.stopped:
+                return
+            last = events[-1]
+            ends = isinstance(last, PreemptedEvent | BrokenEvent) or (
+                isinstance(last, TokenEvent) and last.finish_reason is not None
+            )
+            if ends:
+                self._leave_engine(answer)  # its blocks do not wait for a slow reader
+            async with self._turn:
+                for message in self._messages(answer, events):
+                    if stream.stopped:
+                        return
+                    await self._write(message)
+            if isinstance(last, BrokenEvent):
+                raise no_usable_logits(last)
+            if ends:
+                self._end(answer)
+                return
+
+    def _messages(
+        self, answer: int, events: SequenceOf[EngineEvent]
+    ) -> Iterator[worker_pb2.DecodeEvent]:
+        # Before all else, as the protocol says: also where one leaves that was in no batch yet.
+        if not self._joined and isinstance(events[0], JoinedEvent | PreemptedEvent):
+            self._joined = True
+            yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        for start in range(0, len(tokens), MAX_TOKENS_A_MESSAGE):
+            part = tokens[start : start + MAX_TOKENS_A_MESSAGE]
+            yield worker_pb2.DecodeEvent(tokens=tokens_message(answer, part))
+        if isinstance(events[-1], PreemptedEvent):
+            preempted = worker_pb2.Preempted(
+                answer=answer, num_preemptions=events[-1].num_preemptions
+            )
+            yield worker_pb2.DecodeEvent(preempted=preempted)
+
+    # How it ends.
+
+    def _end(self, answer: int) -> None:
+        self._open.discard(answer)
+        if not self._open:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._over.set()
+        self._tickets.close(self._ticket)  # where the KV has not landed, nobody waits for it now
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._reporting(work))
+        self._tasks.append(task)
+        return task
+
+    async def _reporting(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # `run` raises it
+            if self._failure is None:
+                self._failure = error
+            self._finish()
