@@ -117,6 +117,7 @@ class WorkerActor:
         """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
         # Here, not above: the router's and the controller's processes need no torch.
         from legato.worker.server import WorkerServer
+        from legato.worker.spare_memory import keep_objects
 
         # For what workers say at their start, in Ray's folder of logs.
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -124,6 +125,7 @@ class WorkerActor:
         config = worker_config(role, plan)
         server = WorkerServer(config, on_progress=partial(self._note_progress, config))
         address = await server.start()
+        keep_objects()
         self._server = server
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
 

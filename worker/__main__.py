@@ -74,6 +74,7 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
 
 async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
     from legato.worker.server import StartError, WorkerServer  # imports torch: see main
+    from legato.worker.spare_memory import keep_objects
 
     stop = asyncio.Event()
 
@@ -98,6 +99,7 @@ async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
         address = await start
     except (ValueError, OSError, StartError) as error:
         return _cannot_start(error)
+    keep_objects()
     ready = {
         "event": "ready",
         "worker_id": server.worker_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import re
 import sys
@@ -42,6 +43,16 @@ def give_back_freed() -> None:
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_objects() -> None:
+    """Tells the garbage collector that what the process has made by now stays.
+
+    For processes that have started and serve from now on: without this the first request waited
+    0.1 s for a collection.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def give_back_code() -> None:
