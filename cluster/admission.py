@@ -210,8 +210,8 @@ class Admission:
         """Those that wait, and those that may be sent back to wait."""
         for entry in self._waiting:
             waited_s = now - entry.arrived_at
-            batch = counts_as_batch(batch=entry.demand.batch, waited_s=waited_s)
-            entry.demand = replace(entry.demand, batch=batch)
+            if entry.demand.batch and not counts_as_batch(batch=True, waited_s=waited_s):
+                entry.demand = replace(entry.demand, batch=False)
         return sorted(
             (*self._waiting, *self._asking),
             key=lambda e: queue_rank(
