@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.cancellation import check_cancellation, own_cancellation
 from legato.cluster.request import ModelLimits
-from legato.cluster.worker_calls import own_cancellation
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
 
@@ -229,6 +229,7 @@ class PoolView:
                 await view.close(str(error))
                 await self._report(view, str(error))
                 return
+            check_cancellation()
             if view.state is ViewState.READY:
                 self.lose(view, reason)
             now = self._now()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
+from legato.cluster.cancellation import check_cancellation, own_cancellation
 from legato.cluster.errors import RequestError
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.never_retry import NEVER_RETRY
@@ -75,12 +76,6 @@ def _meaning(
     return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {details}")
 
 
-def own_cancellation() -> bool:
-    """Whether a CancelledError means this task, and not the gRPC call that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
@@ -96,6 +91,12 @@ class _Call:
 
     async def _guard(self, step: Awaitable[T]) -> T:
         """Awaits one read or write; turns what may go wrong into the exceptions above."""
+        try:
+            return await self._explain(step)
+        finally:
+            check_cancellation()
+
+    async def _explain(self, step: Awaitable[T]) -> T:
         try:
             return await step
         except grpc.aio.AioRpcError as error:

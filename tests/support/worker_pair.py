@@ -198,6 +198,7 @@ class Attempt:
         self.answers: dict[int, list[int]] = {}  # tokens of each of several
         self.preempted: dict[int, int] = {}  # those of them that were, how often
         self.open: set[int] = set()  # those of them that have not ended
+        self.cut_off = False  # `stop` came too late, see there
 
     async def reserve(self) -> worker_pb2.KvTicket:
         """Waits for room like a router: asks again after RESOURCE_EXHAUSTED."""
@@ -282,7 +283,13 @@ class Attempt:
         )
 
     async def stop(self, answer: int) -> None:
-        await self.command(stop=worker_pb2.Stop(answer=answer))
+        try:
+            await self.command(stop=worker_pb2.Stop(answer=answer))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The call for one answer ends with it and waits for no Stop that is on its way; what
+            # was still to be read is lost to who writes then.
+            assert self.num_answers == 1
+            self.cut_off = True
         await self._note_end(answer)
 
     async def _note_end(self, answer: int) -> None:
@@ -386,7 +393,7 @@ class Attempt:
 
     async def finish_all(self) -> dict[int, list[int]]:
         """To the end of the call; the answers with all that came of them."""
-        while await self.next_event() is not None:
+        while not self.cut_off and await self.next_event() is not None:
             pass
         assert self.num_joined <= 1
         return self.answers

@@ -303,16 +303,17 @@ async def test_one_answer_that_cannot_go_on_ends_the_request() -> None:
 async def test_a_client_that_leaves_frees_all_answers_wherever_they_are() -> None:
     prefill = FakeWorker("prefill")
     decode = FakeWorker("decode", total_blocks=1000, step_s=0.005)
-    decode.faults.preempt_at = {SEED: [3], SEED + 1: [6]}
+    decode.faults.preempt_at = {SEED: [3]}
     async with Service([prefill], [decode]) as service:
 
         async def read() -> None:
-            await collect_all(service, ask("hello", 100, n=4))
+            await collect_all(service, ask("hello", 400, n=4))
 
         reading = asyncio.create_task(read())
         # One runs alone, one waits, two run together.
         await until(lambda: len(prefill.prefills) == 2)
         decode.faults.refuse_reserves = 10**6
+        decode.faults.preempt_at = {SEED + 1: list(range(400))}
         await until(lambda: len(decode.reserves) > 4)
         assert decode.open_calls >= 2
         reading.cancel()
