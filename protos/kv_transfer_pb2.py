@@ -25,25 +25,47 @@ _sym_db = _symbol_database.Default()
 from legato.protos import worker_pb2 as legato_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flegato/protos/kv_transfer.proto\x12\tlegato.v1\x1a\x1alegato/protos/worker.proto\"\x84\x01\n\x06KvPush\x12#\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x12.legato.v1.KvBeginH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.legato.v1.KvChunkH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvCommitH\x00\x42\t\n\x07message\"\xad\x01\n\x07KvBegin\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.legato.v1.KvTicket\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvLayout\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0f\n\x07weights\x18\x06 \x01(\t\"\x7f\n\x07KvChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05layer\x18\x03 \x01(\x05\x12\x13\n\x0btoken_start\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x07 \x01(\x07\",\n\x08KvCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"\xff\x01\n\x05KvAck\x12\'\n\x06status\x18\x01 \x01(\x0e\x32\x17.legato.v1.KvAck.Status\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x13\n\x0btoken_start\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_landed\x18\x05 \x01(\x03\x12\x15\n\rreused_tokens\x18\x06 \x01(\x05\"l\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x11\n\rSTATUS_RESEND\x10\x02\x12\x12\n\x0eSTATUS_REFUSED\x10\x03\x12\x14\n\x10STATUS_COMMITTED\x10\x04\x32=\n\nKvTransfer\x12/\n\x04Push\x12\x11.legato.v1.KvPush\x1a\x10.legato.v1.KvAck(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flegato/protos/kv_transfer.proto\x12\tlegato.v1\x1a\x1alegato/protos/worker.proto\"\xc5\x01\n\x07KvFrame\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.legato.v1.KvHelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.legato.v1.KvOpenH\x00\x12!\n\x04rows\x18\x03 \x01(\x0b\x32\x11.legato.v1.KvRowsH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.legato.v1.KvCloseH\x00\x12!\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x11.legato.v1.KvBeatH\x00\x42\x07\n\x05\x66rame\"\xe0\x01\n\x07KvHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x18\n\x10sender_worker_id\x18\x02 \x01(\t\x12\x1a\n\x12receiver_worker_id\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x12#\n\x06layout\x18\x06 \x01(\x0b\x32\x13.legato.v1.KvLayout\x12\x0f\n\x07kv_wire\x18\x07 \x01(\t\x12#\n\x06memory\x18\x08 \x01(\x0b\x32\x13.legato.v1.KvMemory\"o\n\x08KvMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x14\n\x0cslots_offset\x18\x04 \x01(\x03\x12\x12\n\nslot_bytes\x18\x05 \x01(\x03\x12\x11\n\tnum_slots\x18\x06 \x01(\x05\"S\n\x06KvOpen\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.legato.v1.KvTicket\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x10\n\x08sequence\x18\x03 \x01(\x07\"\xf1\x01\n\x06KvRows\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x13\n\x0blayer_start\x18\x03 \x01(\x05\x12\x12\n\nnum_layers\x18\x04 \x01(\x05\x12\x13\n\x0btoken_start\x18\x05 \x01(\x05\x12\x12\n\nnum_tokens\x18\x06 \x01(\x05\x12\x15\n\rkv_head_start\x18\x07 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\x05\x12\x0e\n\x06\x63rc32c\x18\t \x01(\x07\x12\x0e\n\x04\x64\x61ta\x18\n \x01(\x0cH\x00\x12\x0e\n\x04slot\x18\x0b \x01(\x05H\x00\x12\x10\n\x08sequence\x18\x0c \x01(\x07\x42\x06\n\x04rows\"]\n\x07KvClose\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\x12\x10\n\x08num_rows\x18\x04 \x01(\x03\x12\x10\n\x08sequence\x18\x05 \x01(\x07\"\x08\n\x06KvBeat\"\x89\x01\n\x08KvAnswer\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.legato.v1.KvWelcomeH\x00\x12\'\n\x07receipt\x18\x02 \x01(\x0b\x32\x14.legato.v1.KvReceiptH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.legato.v1.KvBeatH\x00\x42\x08\n\x06\x61nswer\"M\n\tKvWelcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rshared_memory\x18\x02 \x01(\x08\x12\x16\n\x0ememory_refused\x18\x03 \x01(\t\"\xd7\x02\n\tKvReceipt\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12+\n\x06status\x18\x03 \x01(\x0e\x32\x1b.legato.v1.KvReceipt.Status\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0blayer_start\x18\x05 \x01(\x05\x12\x13\n\x0btoken_start\x18\x06 \x01(\x05\x12\x15\n\rkv_head_start\x18\x07 \x01(\x05\x12\x15\n\rlanded_tokens\x18\x08 \x03(\x05\x12\x15\n\rreused_tokens\x18\t \x01(\x05\x12\x10\n\x08sequence\x18\n \x01(\x07\"l\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x11\n\rSTATUS_RESEND\x10\x02\x12\x12\n\x0eSTATUS_REFUSED\x10\x03\x12\x14\n\x10STATUS_COMMITTED\x10\x04\"\x84\x01\n\x06KvPush\x12#\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x12.legato.v1.KvBeginH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.legato.v1.KvChunkH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvCommitH\x00\x42\t\n\x07message\"\xad\x01\n\x07KvBegin\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.legato.v1.KvTicket\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.legato.v1.KvLayout\x12\x18\n\x10protocol_version\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0f\n\x07weights\x18\x06 \x01(\t\"\x7f\n\x07KvChunk\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05layer\x18\x03 \x01(\x05\x12\x13\n\x0btoken_start\x18\x04 \x01(\x05\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x07 \x01(\x07\",\n\x08KvCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"\xff\x01\n\x05KvAck\x12\'\n\x06status\x18\x01 \x01(\x0e\x32\x17.legato.v1.KvAck.Status\x12\r\n\x05layer\x18\x02 \x01(\x05\x12\x13\n\x0btoken_start\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_landed\x18\x05 \x01(\x03\x12\x15\n\rreused_tokens\x18\x06 \x01(\x05\"l\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x11\n\rSTATUS_RESEND\x10\x02\x12\x12\n\x0eSTATUS_REFUSED\x10\x03\x12\x14\n\x10STATUS_COMMITTED\x10\x04\x32r\n\nKvTransfer\x12\x33\n\x04Link\x12\x12.legato.v1.KvFrame\x1a\x13.legato.v1.KvAnswer(\x01\x30\x01\x12/\n\x04Push\x12\x11.legato.v1.KvPush\x1a\x10.legato.v1.KvAck(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.protos.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVPUSH']._serialized_start=75
-  _globals['_KVPUSH']._serialized_end=207
-  _globals['_KVBEGIN']._serialized_start=210
-  _globals['_KVBEGIN']._serialized_end=383
-  _globals['_KVCHUNK']._serialized_start=385
-  _globals['_KVCHUNK']._serialized_end=512
-  _globals['_KVCOMMIT']._serialized_start=514
-  _globals['_KVCOMMIT']._serialized_end=558
-  _globals['_KVACK']._serialized_start=561
-  _globals['_KVACK']._serialized_end=816
-  _globals['_KVACK_STATUS']._serialized_start=708
-  _globals['_KVACK_STATUS']._serialized_end=816
-  _globals['_KVTRANSFER']._serialized_start=818
-  _globals['_KVTRANSFER']._serialized_end=879
+  _globals['_KVFRAME']._serialized_start=75
+  _globals['_KVFRAME']._serialized_end=272
+  _globals['_KVHELLO']._serialized_start=275
+  _globals['_KVHELLO']._serialized_end=499
+  _globals['_KVMEMORY']._serialized_start=501
+  _globals['_KVMEMORY']._serialized_end=612
+  _globals['_KVOPEN']._serialized_start=614
+  _globals['_KVOPEN']._serialized_end=697
+  _globals['_KVROWS']._serialized_start=700
+  _globals['_KVROWS']._serialized_end=941
+  _globals['_KVCLOSE']._serialized_start=943
+  _globals['_KVCLOSE']._serialized_end=1036
+  _globals['_KVBEAT']._serialized_start=1038
+  _globals['_KVBEAT']._serialized_end=1046
+  _globals['_KVANSWER']._serialized_start=1049
+  _globals['_KVANSWER']._serialized_end=1186
+  _globals['_KVWELCOME']._serialized_start=1188
+  _globals['_KVWELCOME']._serialized_end=1265
+  _globals['_KVRECEIPT']._serialized_start=1268
+  _globals['_KVRECEIPT']._serialized_end=1611
+  _globals['_KVRECEIPT_STATUS']._serialized_start=1503
+  _globals['_KVRECEIPT_STATUS']._serialized_end=1611
+  _globals['_KVPUSH']._serialized_start=1614
+  _globals['_KVPUSH']._serialized_end=1746
+  _globals['_KVBEGIN']._serialized_start=1749
+  _globals['_KVBEGIN']._serialized_end=1922
+  _globals['_KVCHUNK']._serialized_start=1924
+  _globals['_KVCHUNK']._serialized_end=2051
+  _globals['_KVCOMMIT']._serialized_start=2053
+  _globals['_KVCOMMIT']._serialized_end=2097
+  _globals['_KVACK']._serialized_start=2100
+  _globals['_KVACK']._serialized_end=2355
+  _globals['_KVACK_STATUS']._serialized_start=1503
+  _globals['_KVACK_STATUS']._serialized_end=1611
+  _globals['_KVTRANSFER']._serialized_start=2357
+  _globals['_KVTRANSFER']._serialized_end=2471
 # @@protoc_insertion_point(module_scope)

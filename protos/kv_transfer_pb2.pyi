@@ -3,8 +3,10 @@
 isort:skip_file
 The hand-off: KV bytes from a prefill worker straight to a decode worker."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from legato.protos import worker_pb2 as _worker_pb2
 import builtins as _builtins
@@ -17,6 +19,420 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class KvFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___KvHello: ...
+    @_builtins.property
+    def open(self) -> Global___KvOpen: ...
+    @_builtins.property
+    def rows(self) -> Global___KvRows: ...
+    @_builtins.property
+    def close(self) -> Global___KvClose: ...
+    @_builtins.property
+    def beat(self) -> Global___KvBeat: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___KvHello | None = ...,
+        open: Global___KvOpen | None = ...,
+        rows: Global___KvRows | None = ...,
+        close: Global___KvClose | None = ...,
+        beat: Global___KvBeat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "close", b"close", "frame", b"frame", "hello", b"hello", "open", b"open", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "close", b"close", "frame", b"frame", "hello", b"hello", "open", b"open", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "open", "rows", "close", "beat"]  # noqa: Y015
+    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+Global___KvFrame: _TypeAlias = KvFrame  # noqa: Y015
+
+@_typing.final
+class KvHello(_message.Message):
+    """Who sends, to whom it means to send, and what its KV is like. Refused, naming the field, where it
+    does not fit the receiver.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    SENDER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    RECEIVER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    KV_WIRE_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    sender_worker_id: _builtins.str
+    """The sender's and the receiver's; a worker that was restarted at an address has another id."""
+    receiver_worker_id: _builtins.str
+    model_fingerprint: _builtins.str
+    weights: _builtins.str
+    kv_wire: _builtins.str
+    """What rows are sent as; the receiver's own setting must be the same. "same": the pages' dtype,
+    which must be the same on both sides; else float32, bfloat16, float16, int8 or fp8 (with
+    scales), whatever the pages of either side hold.
+    """
+    @_builtins.property
+    def layout(self) -> _worker_pb2.KvLayout:
+        """Of the sender's pages."""
+
+    @_builtins.property
+    def memory(self) -> Global___KvMemory:
+        """Absent where the sender offers none."""
+
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        sender_worker_id: _builtins.str = ...,
+        receiver_worker_id: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        layout: _worker_pb2.KvLayout | None = ...,
+        kv_wire: _builtins.str = ...,
+        memory: Global___KvMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_wire", b"kv_wire", "layout", b"layout", "memory", b"memory", "model_fingerprint", b"model_fingerprint", "protocol_version", b"protocol_version", "receiver_worker_id", b"receiver_worker_id", "sender_worker_id", b"sender_worker_id", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvHello: _TypeAlias = KvHello  # noqa: Y015
+
+@_typing.final
+class KvMemory(_message.Message):
+    """Memory of the sender that a receiver on the same host may read rows from: /proc/<pid>/fd/<fd>. It
+    begins with `token`; slot i is at `slots_offset + i * slot_bytes`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    FD_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    SLOTS_OFFSET_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    fd: _builtins.int
+    token: _builtins.bytes
+    slots_offset: _builtins.int
+    slot_bytes: _builtins.int
+    num_slots: _builtins.int
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        fd: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        slots_offset: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fd", b"fd", "num_slots", b"num_slots", "pid", b"pid", "slot_bytes", b"slot_bytes", "slots_offset", b"slots_offset", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvMemory: _TypeAlias = KvMemory  # noqa: Y015
+
+@_typing.final
+class KvOpen(_message.Message):
+    """The ticket's Decode call has granted it; rows follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    sequence: _builtins.int
+    @_builtins.property
+    def ticket(self) -> _worker_pb2.KvTicket: ...
+    def __init__(
+        self,
+        *,
+        ticket: _worker_pb2.KvTicket | None = ...,
+        num_tokens: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvOpen: _TypeAlias = KvOpen  # noqa: Y015
+
+@_typing.final
+class KvRows(_message.Message):
+    """K and V of some layers and KV heads for a range of tokens, in the canonical layout
+    [num_layers, 2 (K, V), num_tokens, num_kv_heads, head_dim], C order, little-endian, in the wire's
+    dtype: independent of either side's blocks and of how heads are spread. For int8 and fp8 the
+    scales [num_layers, 2, num_tokens, num_kv_heads] in float32 follow: a value is its element times
+    its head's scale.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    LAYER_START_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_HEAD_START_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Fenced: must equal the ticket's."""
+    attempt: _builtins.int
+    layer_start: _builtins.int
+    num_layers: _builtins.int
+    token_start: _builtins.int
+    num_tokens: _builtins.int
+    kv_head_start: _builtins.int
+    num_kv_heads: _builtins.int
+    crc32c: _builtins.int
+    """CRC32C over the fields sequence (uint32), epoch (uint64), attempt, layer_start, num_layers,
+    token_start, num_tokens, kv_head_start and num_kv_heads (int32), little-endian without gaps, and
+    then the rows' bytes. Checked before anything else is looked at.
+    """
+    data: _builtins.bytes
+    slot: _builtins.int
+    """Where they lie in the sender's memory; its own again when this frame is answered."""
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        layer_start: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        token_start: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        kv_head_start: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        crc32c: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        slot: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "rows", b"rows", "slot", b"slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "crc32c", b"crc32c", "data", b"data", "epoch", b"epoch", "kv_head_start", b"kv_head_start", "layer_start", b"layer_start", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "rows", b"rows", "sequence", b"sequence", "slot", b"slot", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_rows: _TypeAlias = _typing.Literal["data", "slot"]  # noqa: Y015
+    _WhichOneofArgType_rows: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_rows) -> _WhichOneofReturnType_rows | None: ...
+
+Global___KvRows: _TypeAlias = KvRows  # noqa: Y015
+
+@_typing.final
+class KvClose(_message.Message):
+    """Nothing more comes of this transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    attempt: _builtins.int
+    commit: _builtins.bool
+    """Whether every row was sent: then the receiver commits, or refuses. Else the sender gives up; the
+    ticket stays open for another transfer.
+    """
+    num_rows: _builtins.int
+    """With `commit`: rows * layers, each counted once."""
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        commit: _builtins.bool = ...,
+        num_rows: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "commit", b"commit", "epoch", b"epoch", "num_rows", b"num_rows", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvClose: _TypeAlias = KvClose  # noqa: Y015
+
+@_typing.final
+class KvBeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBeat: _TypeAlias = KvBeat  # noqa: Y015
+
+@_typing.final
+class KvAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def welcome(self) -> Global___KvWelcome: ...
+    @_builtins.property
+    def receipt(self) -> Global___KvReceipt: ...
+    @_builtins.property
+    def beat(self) -> Global___KvBeat: ...
+    def __init__(
+        self,
+        *,
+        welcome: Global___KvWelcome | None = ...,
+        receipt: Global___KvReceipt | None = ...,
+        beat: Global___KvBeat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "beat", b"beat", "receipt", b"receipt", "welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "beat", b"beat", "receipt", b"receipt", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["welcome", "receipt", "beat"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___KvAnswer: _TypeAlias = KvAnswer  # noqa: Y015
+
+@_typing.final
+class KvWelcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    MEMORY_REFUSED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    shared_memory: _builtins.bool
+    """Rows may come by `slot`."""
+    memory_refused: _builtins.str
+    """Why not, for the log."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        shared_memory: _builtins.bool = ...,
+        memory_refused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_refused", b"memory_refused", "shared_memory", b"shared_memory", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvWelcome: _TypeAlias = KvWelcome  # noqa: Y015
+
+@_typing.final
+class KvReceipt(_message.Message):
+    """Answers one Open, Rows or Close, in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Status:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[KvReceipt._Status.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATUS_UNSPECIFIED: KvReceipt._Status.ValueType  # 0
+        STATUS_OK: KvReceipt._Status.ValueType  # 1
+        STATUS_RESEND: KvReceipt._Status.ValueType  # 2
+        """The rows were damaged: send them again."""
+        STATUS_REFUSED: KvReceipt._Status.ValueType  # 3
+        """This transfer is over: see reason. Other transfers of the stream go on."""
+        STATUS_COMMITTED: KvReceipt._Status.ValueType  # 4
+
+    class Status(_Status, metaclass=_StatusEnumTypeWrapper): ...
+    STATUS_UNSPECIFIED: KvReceipt.Status.ValueType  # 0
+    STATUS_OK: KvReceipt.Status.ValueType  # 1
+    STATUS_RESEND: KvReceipt.Status.ValueType  # 2
+    """The rows were damaged: send them again."""
+    STATUS_REFUSED: KvReceipt.Status.ValueType  # 3
+    """This transfer is over: see reason. Other transfers of the stream go on."""
+    STATUS_COMMITTED: KvReceipt.Status.ValueType  # 4
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LAYER_START_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    KV_HEAD_START_FIELD_NUMBER: _builtins.int
+    LANDED_TOKENS_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    attempt: _builtins.int
+    status: Global___KvReceipt.Status.ValueType
+    reason: _builtins.str
+    layer_start: _builtins.int
+    """In answer to Rows: which."""
+    token_start: _builtins.int
+    kv_head_start: _builtins.int
+    reused_tokens: _builtins.int
+    """In answer to Open: of them, those that were here before any transfer."""
+    sequence: _builtins.int
+    """Of the frame that this answers."""
+    @_builtins.property
+    def landed_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In answer to Open: so many first tokens need not be sent, for each layer; as long as there are
+        layers. Either their KV was here already, or it has landed by an earlier Open of this ticket.
+        """
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        status: Global___KvReceipt.Status.ValueType = ...,
+        reason: _builtins.str = ...,
+        layer_start: _builtins.int = ...,
+        token_start: _builtins.int = ...,
+        kv_head_start: _builtins.int = ...,
+        landed_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        reused_tokens: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "kv_head_start", b"kv_head_start", "landed_tokens", b"landed_tokens", "layer_start", b"layer_start", "reason", b"reason", "reused_tokens", b"reused_tokens", "sequence", b"sequence", "status", b"status", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvReceipt: _TypeAlias = KvReceipt  # noqa: Y015
 
 @_typing.final
 class KvPush(_message.Message):

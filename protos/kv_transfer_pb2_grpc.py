@@ -34,6 +34,11 @@ class KvTransferStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Link = channel.stream_stream(
+                '/legato.v1.KvTransfer/Link',
+                request_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvFrame.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvAnswer.FromString,
+                _registered_method=True)
         self.Push = channel.stream_stream(
                 '/legato.v1.KvTransfer/Push',
                 request_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvPush.SerializeToString,
@@ -43,6 +48,22 @@ class KvTransferStub:
 
 class KvTransferServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Link(self, request_iterator, context):
+        """One stream of frames from a prefill worker to a decode worker carries all transfers between
+        the two, interleaved. Hello first, answered by KvWelcome; then Open, Rows in any order and Close
+        of each transfer. These three are numbered over the stream, `sequence` 1, 2, 3, …, and each is
+        answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
+        go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
+
+        Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
+        commits only when every row of every layer has landed. The end of the stream breaks its
+        transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
+        same ticket, on this stream or another, goes on from what has landed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
         """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
@@ -58,6 +79,11 @@ class KvTransferServicer:
 
 def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvFrame.FromString,
+                    response_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvAnswer.SerializeToString,
+            ),
             'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
                     request_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvPush.FromString,
@@ -73,6 +99,33 @@ def add_KvTransferServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Link(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/legato.v1.KvTransfer/Link',
+            legato_dot_protos_dot_kv__transfer__pb2.KvFrame.SerializeToString,
+            legato_dot_protos_dot_kv__transfer__pb2.KvAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Push(request_iterator,

@@ -31,6 +31,18 @@ class KvTransferStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvTransferAsyncStub: ...
+    Link: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.KvFrame, _kv_transfer_pb2.KvAnswer]
+    """One stream of frames from a prefill worker to a decode worker carries all transfers between
+    the two, interleaved. Hello first, answered by KvWelcome; then Open, Rows in any order and Close
+    of each transfer. These three are numbered over the stream, `sequence` 1, 2, 3, …, and each is
+    answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
+    go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
+
+    Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
+    commits only when every row of every layer has landed. The end of the stream breaks its
+    transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
+    same ticket, on this stream or another, goes on from what has landed.
+    """
     Push: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.KvPush, _kv_transfer_pb2.KvAck]
     """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
     every message with an ack. A chunk whose epoch, range or checksum is wrong is refused and
@@ -42,6 +54,18 @@ class KvTransferStub:
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Link: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.KvFrame, _kv_transfer_pb2.KvAnswer]  # type: ignore[assignment]
+    """One stream of frames from a prefill worker to a decode worker carries all transfers between
+    the two, interleaved. Hello first, answered by KvWelcome; then Open, Rows in any order and Close
+    of each transfer. These three are numbered over the stream, `sequence` 1, 2, 3, …, and each is
+    answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
+    go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
+
+    Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
+    commits only when every row of every layer has landed. The end of the stream breaks its
+    transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
+    same ticket, on this stream or another, goes on from what has landed.
+    """
     Push: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.KvPush, _kv_transfer_pb2.KvAck]  # type: ignore[assignment]
     """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
     every message with an ack. A chunk whose epoch, range or checksum is wrong is refused and
@@ -51,6 +75,24 @@ class KvTransferAsyncStub(KvTransferStub):
     """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Link(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.KvFrame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.KvAnswer], _abc.AsyncIterator[_kv_transfer_pb2.KvAnswer]]:
+        """One stream of frames from a prefill worker to a decode worker carries all transfers between
+        the two, interleaved. Hello first, answered by KvWelcome; then Open, Rows in any order and Close
+        of each transfer. These three are numbered over the stream, `sequence` 1, 2, 3, …, and each is
+        answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
+        go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
+
+        Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
+        commits only when every row of every layer has landed. The end of the stream breaks its
+        transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
+        same ticket, on this stream or another, goes on from what has landed.
+        """
+
     @_abc_1.abstractmethod
     def Push(
         self,

@@ -109,6 +109,63 @@ class PrefillRequest(_message.Message):
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
+class PrefillCommand(_message.Message):
+    """What the router says in a Prefill call: Request first, later Retarget where the decode worker was
+    lost before it had the KV.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    RETARGET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___PrefillRequest: ...
+    @_builtins.property
+    def retarget(self) -> Global___Retarget: ...
+    def __init__(
+        self,
+        *,
+        request: Global___PrefillRequest | None = ...,
+        retarget: Global___Retarget | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "request", b"request", "retarget", b"retarget"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "request", b"request", "retarget", b"retarget"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["request", "retarget"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
+
+@_typing.final
+class Retarget(_message.Message):
+    """The KV is to go to another decode worker; what was sent to the one before is void. Allowed at any
+    time before HandoffDone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    decode_address: _builtins.str
+    @_builtins.property
+    def ticket(self) -> Global___KvTicket: ...
+    def __init__(
+        self,
+        *,
+        ticket: Global___KvTicket | None = ...,
+        decode_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retarget: _TypeAlias = Retarget  # noqa: Y015
+
+@_typing.final
 class PrefillEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -380,12 +437,15 @@ class KvTicket(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Unique within the worker process; every chunk must carry it."""
     worker_id: _builtins.str
     """The worker process that granted it: a restarted one has another id."""
     blocks: _builtins.int
     """Promised for all answers; each may grow beyond its part."""
+    cached_tokens: _builtins.int
+    """Of the Reserve's token_ids, so many first ones have their KV here at this moment."""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     def __init__(
@@ -395,10 +455,11 @@ class KvTicket(_message.Message):
         epoch: _builtins.int = ...,
         worker_id: _builtins.str = ...,
         blocks: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "key", b"key", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_tokens", b"cached_tokens", "epoch", b"epoch", "key", b"key", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,6 +470,11 @@ class Start(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANSWERS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
+    local_prefill: _builtins.bool
+    """No KV comes and `answers` is empty: this worker computes what is not cached of the prompt itself,
+    between its decode steps, and sends FirstToken before Joined. Only where there is one answer.
+    """
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartAnswer]:
         """The answers that go on, in order; those that are not named have ended."""
@@ -417,10 +483,11 @@ class Start(_message.Message):
         self,
         *,
         answers: _abc.Iterable[Global___StartAnswer] | None = ...,
+        local_prefill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "local_prefill", b"local_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -478,6 +545,7 @@ class DecodeEvent(_message.Message):
     JOINED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___KvTicket: ...
     @_builtins.property
@@ -486,6 +554,10 @@ class DecodeEvent(_message.Message):
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
     def preempted(self) -> Global___Preempted: ...
+    @_builtins.property
+    def first_token(self) -> Global___FirstToken:
+        """After a Start with `local_prefill`. Where it ends the answer, nothing follows."""
+
     def __init__(
         self,
         *,
@@ -493,12 +565,13 @@ class DecodeEvent(_message.Message):
         joined: Global___Joined | None = ...,
         tokens: Global___Tokens | None = ...,
         preempted: Global___Preempted | None = ...,
+        first_token: Global___FirstToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "joined", "tokens", "preempted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "joined", "tokens", "preempted", "first_token"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -1,0 +1,41 @@
+"""KvProgress: which rows of one sequence's KV are in the pages by now, layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legato.worker.kv.block_lease import BlockLease
+
+
+class KvProgress:
+    """Told by the engine's thread, asked and waited for on the event loop.
+
+    Rows never go away: `available` only grows. While a step runs, layers that it is through with
+    have its rows already.
+    """
+
+    def __init__(self, num_layers: int, num_tokens: int) -> None:
+        """`num_tokens`: rows in each layer once all is computed."""
+        self.num_layers = num_layers
+        self.num_tokens = num_tokens
+        self.lease: BlockLease | None = None  # there before the first row is
+        self._changed = asyncio.Event()
+        self._computed = 0  # in all layers
+
+    @classmethod
+    def complete(cls, lease: BlockLease, num_layers: int, num_tokens: int) -> KvProgress:
+        """Of a sequence that is computed."""
+        progress = cls(num_layers, num_tokens)
+        progress.lease, progress._computed = lease, num_tokens
+        return progress
+
+    def available(self, layer: int) -> int:
+        """So many first tokens have their K and V of that layer in the pages."""
+        return self._computed
+
+    async def changed(self) -> None:
+        """Waits until something is new since the last return."""
+        await self._changed.wait()
+        self._changed.clear()
