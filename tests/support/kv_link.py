@@ -135,13 +135,14 @@ class Link:
         after: dict[str, Any] | None = None,  # fields changed behind its back
         data: bytes | None = None,  # under the checksum
         damage: int | None = None,  # a byte of the data, behind its back
+        wrong_crc: bool = False,
         slot: tuple[int, memoryview] | None = None,
     ) -> bytes:
         header = rows.header(ticket, self.next_sequence())
         for name, value in (before or {}).items():
             setattr(header, name, value)
         data = rows.bytes_of(kv) if data is None else data
-        crc = google_crc32c.extend(header_checksum(header), data)
+        crc = google_crc32c.extend(header_checksum(header), data) ^ wrong_crc
         for name, value in (after or {}).items():
             setattr(header, name, value)
         if damage is not None:
@@ -202,6 +203,8 @@ class Link:
     async def ended(self) -> tuple[grpc.StatusCode, str]:
         """Reads to the end of the call."""
         async with asyncio.timeout(WAIT_S):
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
             return await self.call.code(), await self.call.details() or ""
 
     async def cut(self) -> None:
