@@ -1,5 +1,5 @@
-"""A hand-off is cancelled in its middle and its blocks go to another request at once: what comes late,
-or with an old epoch, never reaches them.
+"""A hand-off is cancelled in its middle and its blocks go to another request at once: what comes
+late, or with an old epoch, never reaches them.
 """
 
 from __future__ import annotations
