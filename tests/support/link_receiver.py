@@ -189,9 +189,10 @@ class LinkReceiver:
         welcome = KvWelcome(worker_id=self.worker_id, shared_memory=memory is not None)
         await context.write(KvAnswer(welcome=welcome).SerializeToString())
         answers: asyncio.Queue[tuple[KvReceipt, bool]] = asyncio.Queue()
+        writing = asyncio.Lock()  # gRPC takes one message at a time
         tasks = [
-            asyncio.create_task(self._beat(context, number)),
-            asyncio.create_task(self._send(context, answers)),
+            asyncio.create_task(self._beat(context, number, writing)),
+            asyncio.create_task(self._send(context, answers, writing)),
         ]
         sequence = 0
         try:
@@ -223,18 +224,25 @@ class LinkReceiver:
             for task in tasks:
                 task.cancel()
 
-    async def _send(self, context: Context, answers: asyncio.Queue[tuple[KvReceipt, bool]]) -> None:
+    async def _send(
+        self,
+        context: Context,
+        answers: asyncio.Queue[tuple[KvReceipt, bool]],
+        writing: asyncio.Lock,
+    ) -> None:
         while True:
             receipt, is_held = await answers.get()
             if is_held:
                 await self.release.wait()
-            await context.write(KvAnswer(receipt=receipt).SerializeToString())
+            async with writing:
+                await context.write(KvAnswer(receipt=receipt).SerializeToString())
 
-    async def _beat(self, context: Context, stream: int) -> None:
+    async def _beat(self, context: Context, stream: int, writing: asyncio.Lock) -> None:
         while True:
             await asyncio.sleep(0.1)
             if stream not in self.mute_streams:
-                await context.write(KvAnswer(beat=KvBeat()).SerializeToString())
+                async with writing:
+                    await context.write(KvAnswer(beat=KvBeat()).SerializeToString())
 
     def _seen(self, stream: int, frame: KvFrame | RowsFrame) -> tuple[FrameSeen, int]:
         if isinstance(frame, RowsFrame):
@@ -266,9 +274,7 @@ class LinkReceiver:
             return KvReceipt(status=KvReceipt.STATUS_REFUSED, reason="as the test wants")
         if seen.kind == "open":
             landing.num_opens += 1
-            landed = [
-                int(row.argmin()) if not row.all() else len(row) for row in landing.has
-            ]
+            landed = [int(row.argmin()) if not row.all() else len(row) for row in landing.has]
             return KvReceipt(
                 status=KvReceipt.STATUS_OK, landed_tokens=landed, reused_tokens=landing.reused
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -31,7 +32,7 @@ from legato.worker.kv.cache import KvShape
 from legato.worker.kv.progress import KvProgress
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.row_range import RowRange
@@ -135,9 +136,9 @@ def check_landed(receiver: LinkReceiver, rig: Rig, epoch: int) -> None:
     assert np.array_equal(landing.rows[:, :, landing.reused :], sent[:, :, landing.reused :])
 
 
-async def until(condition: Any, timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 10) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  # the receiver knows no events
             await asyncio.sleep(0.005)
 
 
@@ -368,7 +369,7 @@ async def test_memory_that_is_refused_is_given_up() -> None:
 
 
 async def test_a_short_transfer_passes_a_long_one(small_chunks: int) -> None:
-    receiver = LinkReceiver(LAYERS, {5: 2000, **{epoch: 9 for epoch in range(10, 18)}})
+    receiver = LinkReceiver(LAYERS, {5: 2000, **dict.fromkeys(range(10, 18), 9)})
     async with rig_of(receiver) as (rig, address):
         long = asyncio.create_task(rig.send(receiver, address, 5))
         await until(lambda: len(receiver.seen) > 20)
@@ -392,7 +393,7 @@ async def test_transfers_take_turns(small_chunks: int) -> None:
         await asyncio.gather(*(rig.send(receiver, address, epoch) for epoch in (5, 6)))
         rows = [seen.epoch for seen in receiver.seen if seen.kind == "rows"]
         assert len(rows) == 2 * 60
-        assert all(a != b for a, b in zip(rows[4:-4], rows[5:-4], strict=False))
+        assert all(a != b for a, b in pairwise(rows[4:-4]))
 
 
 @MEMORY

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 _log = logging.getLogger(__name__)
-_METHOD = "/{}/Link".format(
-    kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
-)
+_METHOD = "/{}/Link".format(kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name)
 # Sent and not answered, each bounds the memory of both sides and what a new transfer waits for.
 WINDOW_BYTES = 4 << 20
 WINDOW_CHUNKS = 16

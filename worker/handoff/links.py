@@ -34,7 +34,9 @@ class Links:
 
     async def close(self) -> None:
         """Ends all; transfers under way on them break."""
-        await asyncio.sleep(0)  # a task that is cancelled before it has begun would clean up nothing
+        await asyncio.sleep(
+            0
+        )  # a task that is cancelled before it has begun would clean up nothing
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from legato.worker.identity import Identity
     from legato.worker.kv.progress import KvProgress
 
+__all__ = ["HandoffError", "HandoffResult", "KvSender"]
+
 CHUNK_BYTES = 1 << 20
 # Before a link is tried again: one that was up is likely to be there, one that was not is not.
 _RETRY_AFTER_UP_S = 0.02
@@ -69,9 +71,7 @@ class KvSender:
             chunk_bytes=CHUNK_BYTES,
         )
         self._counters = counters
-        self._links = Links(
-            LinkParts(identity, wire.name, self._size, pager, counters, new_memory)
-        )
+        self._links = Links(LinkParts(identity, wire.name, self._size, pager, counters, new_memory))
         self._is_closed = False
 
     async def send(

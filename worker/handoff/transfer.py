@@ -190,9 +190,7 @@ class Transfer:
         if control is Control.OPEN:
             self.stage = Stage.OPENING
             return KvFrame(
-                open=KvOpen(
-                    ticket=ticket, num_tokens=self.progress.num_tokens, sequence=sequence
-                )
+                open=KvOpen(ticket=ticket, num_tokens=self.progress.num_tokens, sequence=sequence)
             )
         commit = control is Control.COMMIT
         self.stage = Stage.COMMITTING if commit else Stage.OVER
