@@ -12,7 +12,7 @@ import grpc
 
 from legato.protos import kv_transfer_pb2, kv_transfer_pb2_grpc
 from legato.worker.identity import PROTOCOL_VERSION
-from legato.worker.kv import wire
+from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -32,6 +32,7 @@ Ack = kv_transfer_pb2.KvAck
 # What may be on the way without an answer: bounds the memory of both sides.
 WINDOW_BYTES = 8 << 20
 WINDOW_CHUNKS = 64
+MAX_CHUNK_BYTES = 1 << 20
 PROGRESS_TIMEOUT_S = 5.0
 MAX_SENDS_PER_CHUNK = 4
 
@@ -119,7 +120,7 @@ class _Transfer:
     ) -> tuple[int, int]:
         """Returns the bytes sent, each row counted once, and how many first tokens were not."""
         shape = self._identity.kv_shape
-        row_bytes = wire.row_bytes(shape)
+        row_bytes = self._pager.wire.num_bytes(RowRange(0, 1, 0, 1, 0, shape.num_kv_heads))
         await self._write(
             kv_transfer_pb2.KvPush(
                 begin=kv_transfer_pb2.KvBegin(
@@ -138,7 +139,7 @@ class _Transfer:
                 f"the receiver's reused_tokens is {reused}, limit [0, {num_tokens}] (of the tokens)"
             )
 
-        step = wire.tokens_per_chunk(shape)
+        step = max(1, MAX_CHUNK_BYTES // row_bytes)
         self._waiting.extend(
             _Piece(layer, start, min(step, num_tokens - start))
             for layer in range(shape.num_layers)
@@ -175,7 +176,10 @@ class _Transfer:
                 f"layer {piece.layer}, token {piece.token_start} arrived damaged "
                 f"{MAX_SENDS_PER_CHUNK} times"
             )
-        data, crc = await self._pager.read(lease, piece.layer, piece.token_start, piece.num_tokens)
+        heads = self._identity.kv_shape.num_kv_heads
+        rows = RowRange(piece.layer, 1, piece.token_start, piece.num_tokens, 0, heads)
+        data = bytearray(self._pager.wire.num_bytes(rows))
+        crc = await self._pager.read(lease, rows, memoryview(data), 0)
         self._unanswered[piece.layer, piece.token_start] = piece
         await self._write(
             kv_transfer_pb2.KvPush(
@@ -185,7 +189,7 @@ class _Transfer:
                     layer=piece.layer,
                     token_start=piece.token_start,
                     num_tokens=piece.num_tokens,
-                    data=data,
+                    data=bytes(data),
                     crc32c=crc,
                 )
             )
