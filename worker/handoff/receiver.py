@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from legato.protos import kv_transfer_pb2
 from legato.worker.handoff.landing import LandingRecord
 from legato.worker.handoff.tickets import AttemptKey, TicketState
-from legato.worker.kv import wire
 from legato.worker.kv.block_lease import LeaseReleasedError
 from legato.worker.kv.pager import DamagedChunkError
+from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
     from legato.worker.handoff.tickets import Ticket, TicketBook
@@ -49,7 +49,8 @@ class KvReceiver:
         self._ticket: Ticket | None = None
         self._lease: BlockLease | None = None
         self._record: LandingRecord | None = None
-        self._row_bytes = wire.row_bytes(identity.kv_shape)
+        heads = identity.kv_shape.num_kv_heads
+        self._row_bytes = pager.wire.num_bytes(RowRange(0, 1, 0, 1, 0, heads))
         self._num_damaged = 0
         self._committed = False
 
@@ -118,7 +119,9 @@ class KvReceiver:
             where = (chunk.layer, chunk.token_start, chunk.num_tokens)
             # A chunk that has landed came twice: it is acknowledged again and not written again.
             if not record.has(*where):
-                await self._pager.write(lease, *where, chunk.data, chunk.crc32c)
+                heads = self._identity.kv_shape.num_kv_heads
+                rows = RowRange(chunk.layer, 1, chunk.token_start, chunk.num_tokens, 0, heads)
+                await self._pager.write(lease, rows, memoryview(chunk.data), 0, chunk.crc32c)
                 self._counters.bytes_received += len(chunk.data)
                 record.add(*where)
         except RefusedError:
