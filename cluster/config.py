@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Admission = Literal["expected", "reserve"]
-# As `legato.worker.config.WEIGHTS`, which says what they are.
+# As in `legato.worker.config`, which says what they are.
+KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHTS = (
     "auto",
     "keep",
@@ -26,6 +27,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache: str = "auto"
+    kv_wire: str = "same"
     deterministic: bool = False
     weights: str = "auto"
     kv_memory_bytes: int = 1 << 30

@@ -12,7 +12,7 @@ from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.progress import TerminalProgress
-from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
+from legato.cluster.config import KV_WIRES, WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ def serve(
             "the tokens; auto is the weights' dtype."
         ),
     ] = "auto",
+    kv_wire: Annotated[
+        str,
+        typer.Option(
+            help="What KV is sent as between workers: same (as it is held), float32, bfloat16, "
+            "float16, or int8 or fp8 with a scale a head."
+        ),
+    ] = "same",
     weights: Annotated[
         str,
         typer.Option(
@@ -148,6 +155,10 @@ def serve(
         raise typer.BadParameter(
             f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
         )
+    if kv_wire not in KV_WIRES:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(KV_WIRES)}, got {kv_wire!r}", param_hint="--kv-wire"
+        )
     if weights not in WEIGHTS:
         raise typer.BadParameter(
             f"must be one of {', '.join(WEIGHTS)}, got {weights!r}", param_hint="--weights"
@@ -184,6 +195,7 @@ def serve(
             device=device,
             dtype=dtype,
             kv_cache=kv_cache,
+            kv_wire=kv_wire,
             deterministic=deterministic,
             weights=weights,
             kv_memory_bytes=kv_memory_bytes,

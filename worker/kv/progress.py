@@ -35,6 +35,10 @@ class KvProgress:
         """So many first tokens have their K and V of that layer in the pages."""
         return self._computed
 
+    def after(self, layer: int) -> object | None:
+        """What a reader of that layer's rows must wait for on its device; None: nothing."""
+        return None
+
     async def changed(self) -> None:
         """Waits until something is new since the last return."""
         await self._changed.wait()
