@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from legato.worker.identity import Identity
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.pager import KvPager
+    from legato.worker.kv.progress import KvProgress
 
     T = TypeVar("T")
     PushCall = grpc.aio.StreamStreamCall[kv_transfer_pb2.KvPush, kv_transfer_pb2.KvAck]
@@ -37,7 +38,14 @@ MAX_SENDS_PER_CHUNK = 4
 
 
 class HandoffError(Exception):
-    """The decode side refused the KV or was lost; the message says how."""
+    """The KV did not arrive; the message says why.
+
+    `decode_lost`: the decode side refused it or was lost, and another one may take it.
+    """
+
+    def __init__(self, message: str, *, decode_lost: bool = True) -> None:
+        super().__init__(message)
+        self.decode_lost = decode_lost
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,17 @@ class KvSender:
         self._counters = counters
 
     async def send(
-        self, lease: BlockLease, num_tokens: int, ticket: worker_pb2.KvTicket, address: str
+        self, progress: KvProgress, ticket: worker_pb2.KvTicket, address: str
     ) -> HandoffResult:
         """Returns when the receiver has committed.
 
         Raises:
             HandoffError: the receiver refused, was lost, or answered nothing for 5 s.
         """
+        while progress.lease is None or progress.available(0) < progress.num_tokens:
+            await progress.changed()
+        await progress.confirmed()
+        lease, num_tokens = progress.lease, progress.num_tokens
         started_at_s = time.perf_counter()
         self._counters.sending += 1
         completed = False
