@@ -42,6 +42,11 @@ class KvProgress:
         await self._changed.wait()
         self._changed.clear()
 
+    def finish(self, lease: BlockLease) -> None:
+        """All is computed."""
+        self.lease, self._computed = lease, self.num_tokens
+        self._changed.set()
+
     def confirm(self) -> None:
         """The rows are good, and an answer goes on from them: the call that owns the sequence says
         so once the first token is known.
