@@ -62,6 +62,9 @@ class RouterOptions:
     max_passed_over_s: float = 2.0
     # No worker of a role for this long: a request that needs one fails with UNAVAILABLE.
     worker_wait_s: float = 30.0
+    # Prompt tokens without KV on the decode worker that it may compute itself, where that costs
+    # less than prefill elsewhere and the hand-off; 0 is off.
+    local_prefill_tokens: int = 128
 
 
 @dataclass(frozen=True)

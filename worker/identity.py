@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.cache import KvShape
     from legato.worker.models.config import ModelConfig
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True)

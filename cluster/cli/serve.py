@@ -120,6 +120,14 @@ def serve(
         bool,
         typer.Option(help="Keep the KV of prompts' beginnings while there is room."),
     ] = True,
+    local_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Up to so many tokens of a prompt that a decode worker has no KV of, it computes "
+            "itself where that is measured to cost less than the hand-off; 0 is off.",
+        ),
+    ] = RouterOptions.local_prefill_tokens,
     worker_host: Annotated[
         str,
         typer.Option(
@@ -210,7 +218,7 @@ def serve(
             context_length=context_length,
             num_threads=threads,
         ),
-        router=RouterOptions(host=host, port=port),
+        router=RouterOptions(host=host, port=port, local_prefill_tokens=local_prefill_tokens),
     )
     sys.exit(run_service(config, _stay))
 
