@@ -30,24 +30,16 @@ from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.cache import KvShape
 from legato.worker.kv.progress import KvProgress
+from legato.worker.kv.wire import WireFormat
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from legato.worker.kv.block_lease import BlockLease
-    from legato.worker.kv.row_range import RowRange
 
 LAYERS = 3
 SHAPE = KvShape(LAYERS, HEADS, HEAD_DIM, 16, torch.float32)
 MEMORY = pytest.mark.parametrize("memory", [False, True], ids=["grpc", "memory"])
-
-
-class Float32Wire:
-    name = "same"
-
-    def num_bytes(self, rows: RowRange) -> int:
-        assert rows.num_heads == HEADS
-        return rows.num_layers * rows.num_tokens * ROW_BYTES
 
 
 class StepwiseProgress(KvProgress):
@@ -93,7 +85,11 @@ class Rig:
             total_blocks=10,
         )
         self.sender = KvSender(
-            identity, self.pager, Float32Wire(), self.counters, new_memory if memory else None
+            identity,
+            cast("Any", self.pager),
+            WireFormat.of(SHAPE, "same"),
+            self.counters,
+            cast("Any", new_memory) if memory else None,
         )
 
     def rows(self, epoch: int, num_tokens: int) -> np.ndarray[Any, Any]:
@@ -216,6 +212,7 @@ async def test_a_layer_leaves_while_the_next_is_not_there_yet() -> None:
                 assert not receiver.landings[5].has[layer + 1 :, tokens - 1 :].any()
                 if (layer, tokens) != (LAYERS - 1, 20):
                     assert not receiver.landings[5].is_committed
+        progress.confirm()
         await sending
         check_landed(receiver, rig, 5)
         assert receiver.duplicates[5] == 0
@@ -225,15 +222,15 @@ async def test_a_layer_leaves_while_the_next_is_not_there_yet() -> None:
 async def test_the_commit_waits_until_it_is_confirmed() -> None:
     receiver = LinkReceiver(LAYERS, {5: 20})
     async with rig_of(receiver) as (rig, address):
-        confirmed = asyncio.Event()
-        progress = rig.complete(5, 20)
-        sending = asyncio.create_task(
-            rig.sender.send(progress, ticket(5), address, confirmed=confirmed)
-        )
+        rig.rows(5, 20)
+        progress = StepwiseProgress(20, 5)
+        for layer in range(LAYERS):
+            progress.tell(layer, 20)
+        sending = asyncio.create_task(rig.sender.send(progress, ticket(5), address))
         await until(lambda: 5 in receiver.landings and receiver.landings[5].has.all())
         await asyncio.sleep(0.05)
         assert not receiver.landings[5].is_committed
-        confirmed.set()
+        progress.confirm()
         await sending
         assert receiver.landings[5].is_committed
 
@@ -321,7 +318,7 @@ async def test_a_refusal_ends_one_transfer_and_no_other(kind: str, small_chunks:
 
 
 @pytest.mark.parametrize(
-    "code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT]
+    "code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED]
 )
 async def test_a_receiver_that_does_not_fit_is_not_asked_twice(code: grpc.StatusCode) -> None:
     receiver = LinkReceiver(LAYERS, {5: 40, 6: 4})
@@ -562,6 +559,7 @@ async def test_waiting_for_the_computation_is_not_the_receiver_s_fault(
         assert receiver.beats > 0
         for layer in range(LAYERS):
             progress.tell(layer, 20)
+        progress.confirm()
         await sending
         check_landed(receiver, rig, 5)
         assert receiver.num_streams == 2

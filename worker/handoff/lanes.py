@@ -5,31 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from legato.protos.kv_transfer_pb2 import KvFrame, KvMemory, KvRows
+from legato.protos.kv_transfer_pb2 import KvFrame, KvRows
 from legato.worker.handoff.frames import RowsPrefix, header_checksum
 from legato.worker.handoff.message_buffer import message_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from legato.worker.handoff.shared_memory import SenderMemory
     from legato.worker.handoff.transfer_counters import TransferCounters
 
     # Fills the view and returns the CRC32C of its bytes, extending the seed.
     Fill = Callable[[memoryview, int], Awaitable[int]]
-
-
-class SlotMemory(Protocol):
-    """Memory of this process that a receiver on the same host reads from."""
-
-    @property
-    def description(self) -> KvMemory:
-        """For the receiver."""
-
-    def slot(self, index: int) -> memoryview:
-        """All of that slot."""
-
-    def close(self) -> None:
-        """Unmaps it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class MemoryLane:
     its bytes are in the caches, and memory is touched only as far as it is needed.
     """
 
-    def __init__(self, memory: SlotMemory, num_slots: int) -> None:
+    def __init__(self, memory: SenderMemory, num_slots: int) -> None:
         self._memory = memory
         self._free = list(range(num_slots))[::-1]
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,7 +15,8 @@ from google.protobuf.message import DecodeError
 from legato.protos import kv_transfer_pb2
 from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvHello, KvReceipt, KvRows
 from legato.worker.channel import CHANNEL_OPTIONS
-from legato.worker.handoff.lanes import GrpcLane, Lane, MemoryLane, Packed, SlotMemory
+from legato.worker.handoff.lanes import GrpcLane, Lane, MemoryLane, Packed
+from legato.worker.handoff.shared_memory import MemoryRefusedError
 from legato.worker.handoff.transfer import ChunkSize, Control, HandoffError, Piece, Stage, Transfer
 from legato.worker.handoff.turns import Turns
 from legato.worker.identity import PROTOCOL_VERSION
@@ -24,10 +25,10 @@ from legato.worker.kv.block_lease import LeaseReleasedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from legato.worker.handoff.shared_memory import SenderMemory
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.identity import Identity
-    from legato.worker.kv.block_lease import BlockLease
-    from legato.worker.kv.row_range import RowRange
+    from legato.worker.kv.pager import KvPager
 
     Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
@@ -45,7 +46,6 @@ LAST_SEQUENCE = (1 << 32) - 1
 # The receiver has understood and does not want: it would not another time either.
 _FINAL_CODES = (
     grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -56,20 +56,6 @@ class LinkBrokenError(Exception):
     """The stream is over; its transfers may go on over another one."""
 
 
-class RowsReader(Protocol):
-    """What a link needs of KvPager."""
-
-    async def read(
-        self,
-        lease: BlockLease,
-        rows: RowRange,
-        into: memoryview,
-        seed: int,
-        after: object | None = None,
-    ) -> int:
-        """Fills `into`, returns its CRC32C extending `seed`; raises LeaseReleasedError."""
-
-
 @dataclass(frozen=True)
 class LinkParts:
     """What all links of a worker share."""
@@ -77,10 +63,10 @@ class LinkParts:
     identity: Identity
     kv_wire: str
     size: ChunkSize
-    pager: RowsReader
+    pager: KvPager
     counters: TransferCounters
     # Slots, and bytes of each. None: rows go inside gRPC's messages alone.
-    new_memory: Callable[[int, int], SlotMemory] | None
+    new_memory: Callable[[int, int], SenderMemory] | None
 
 
 @dataclass(eq=False)
@@ -109,7 +95,7 @@ class Link:
         self._parts = parts
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._call: Call = self._channel.stream_stream(_METHOD)()
-        self._memory: SlotMemory | None = None
+        self._memory: SenderMemory | None = None
         self._lane: Lane = GrpcLane()
         self._transfers: dict[Transfer, None] = {}
         self._turns = Turns()
@@ -134,9 +120,10 @@ class Link:
         ended = transfer.attach(time.monotonic())
         self._transfers[transfer] = None
         self._kick(transfer)
-        watches = [asyncio.create_task(self._watch_progress(transfer))]
-        if transfer.confirmed is not None:
-            watches.append(asyncio.create_task(self._watch_confirmed(transfer, transfer.confirmed)))
+        watches = [
+            asyncio.create_task(self._watch_progress(transfer)),
+            asyncio.create_task(self._watch_confirmed(transfer)),
+        ]
         try:
             await ended
         finally:
@@ -179,8 +166,9 @@ class Link:
             await transfer.progress.changed()
             self._kick(transfer)
 
-    async def _watch_confirmed(self, transfer: Transfer, confirmed: asyncio.Event) -> None:
-        await confirmed.wait()
+    async def _watch_confirmed(self, transfer: Transfer) -> None:
+        await transfer.progress.confirmed()
+        transfer.is_confirmed = True
         self._kick(transfer)
 
     def _may_send_rows(self) -> bool:
@@ -351,10 +339,8 @@ class Link:
             try:
                 self._memory = self._parts.new_memory(WINDOW_CHUNKS, self._parts.size.largest_bytes)
                 hello.memory.CopyFrom(self._memory.description)
-            except OSError as error:
-                _log.warning(
-                    "KV to %s goes by gRPC, there is no shared memory: %s", self.address, error
-                )
+            except MemoryRefusedError as error:
+                _log.warning("KV to %s goes by gRPC: %s", self.address, error)
         return hello
 
     # The receiver's answers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from legato.worker.handoff.link import LinkBrokenError, LinkParts, lost
 from legato.worker.handoff.links import Links
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from legato.protos import worker_pb2
-    from legato.worker.handoff.lanes import SlotMemory
-    from legato.worker.handoff.link import RowsReader
+    from legato.worker.handoff.shared_memory import SenderMemory
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.identity import Identity
+    from legato.worker.kv.pager import KvPager
     from legato.worker.kv.progress import KvProgress
+    from legato.worker.kv.wire import WireFormat
 
 __all__ = ["HandoffError", "HandoffResult", "KvSender"]
 
@@ -28,17 +29,6 @@ CHUNK_BYTES = 1 << 20
 # Before a link is tried again: one that was up is likely to be there, one that was not is not.
 _RETRY_AFTER_UP_S = 0.02
 _RETRY_S = 0.2
-
-
-class RowsWire(Protocol):
-    """What a sender needs of WireFormat."""
-
-    @property
-    def name(self) -> str:
-        """As in KvHello."""
-
-    def num_bytes(self, rows: RowRange) -> int:
-        """Scales included; layers, tokens and heads each multiply it."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +46,10 @@ class KvSender:
     def __init__(
         self,
         identity: Identity,
-        pager: RowsReader,
-        wire: RowsWire,
+        pager: KvPager,
+        wire: WireFormat,
         counters: TransferCounters,
-        new_memory: Callable[[int, int], SlotMemory] | None = None,
+        new_memory: Callable[[int, int], SenderMemory] | None = None,
     ) -> None:
         """`new_memory`: makes slots, of so many bytes each, that receivers on this host may read
         rows from; None: rows go by gRPC alone.
@@ -75,24 +65,16 @@ class KvSender:
         self._is_closed = False
 
     async def send(
-        self,
-        progress: KvProgress,
-        ticket: worker_pb2.KvTicket,
-        address: str,
-        *,
-        confirmed: asyncio.Event | None = None,
+        self, progress: KvProgress, ticket: worker_pb2.KvTicket, address: str
     ) -> HandoffResult:
-        """Sends rows as they become available; returns when the receiver has committed. Cancelled,
-        it tells the receiver that no more comes.
-
-        `confirmed`: the commit waits for it, too; without it, for the rows alone. The last rows are
-        there before anybody knows whether the logits are of any use.
+        """Sends rows as they become available, and lets the receiver commit when all have landed
+        and `progress` is confirmed. Cancelled, it tells the receiver that no more comes.
 
         Raises:
             HandoffError: the receiver refused; or was lost, and in 5 s not found again.
         """
         started_at_s = time.perf_counter()
-        transfer = Transfer(progress, ticket, self._size, confirmed)
+        transfer = Transfer(progress, ticket, self._size)
         self._counters.sending += 1
         completed = False
         try:

@@ -76,17 +76,10 @@ class ChunkSize:
 class Transfer:
     """Of one ticket, on one link at a time. No I/O; used on the event loop."""
 
-    def __init__(
-        self,
-        progress: KvProgress,
-        ticket: KvTicket,
-        size: ChunkSize,
-        confirmed: asyncio.Event | None = None,
-    ) -> None:
-        """`confirmed`: no commit before it is set; None: as soon as all rows have landed."""
+    def __init__(self, progress: KvProgress, ticket: KvTicket, size: ChunkSize) -> None:
         self.progress = progress
         self.ticket = ticket
-        self.confirmed = confirmed
+        self.is_confirmed = False  # else rows are sent, and not committed
         self.stage = Stage.OVER
         self.was_open = False
         self.reused_tokens = 0
@@ -270,8 +263,7 @@ class Transfer:
 
     def _is_complete(self) -> bool:
         all_sent = min(self._sent) >= self.progress.num_tokens
-        confirmed = self.confirmed is None or self.confirmed.is_set()
-        return all_sent and not self._num_unanswered and not self._again and confirmed
+        return all_sent and not self._num_unanswered and not self._again and self.is_confirmed
 
     def _next_rows(self) -> RowRange | None:
         """Of the first layer that has any, and of those behind it as far as they fit."""
