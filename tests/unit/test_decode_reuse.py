@@ -22,10 +22,9 @@ from kv_push import (
 from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
 
 from legato.kernels.crc32c import crc32c
-from legato.worker.handoff.receiver import KvReceiver
 
 if TYPE_CHECKING:
-    from legato.protos import kv_transfer_pb2, worker_pb2
+    from legato.protos import worker_pb2
 
 ROW_BYTES = 3 * 64  # of all layers
 FOUND = 8  # of PROMPT's 10 tokens: its full blocks
@@ -252,25 +251,3 @@ async def test_a_prompt_that_is_all_there_commits_without_a_chunk() -> None:
         attempt.close()
         await pair.until_idle()
         assert await ask(pair, prompt, 9) == 12
-
-
-async def test_a_receiver_that_reuses_more_than_there_is_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun = KvReceiver._begin
-
-    def lying(receiver: KvReceiver, message: kv_transfer_pb2.KvBegin) -> Ack:
-        ack = begun(receiver, message)
-        ack.reused_tokens = 11
-        return ack
-
-    monkeypatch.setattr(KvReceiver, "_begin", lying)
-    async with running_pair() as pair:
-        attempt = Attempt(pair, prompt_of(10), sampling(4))
-        await attempt.reserve()
-        attempt.start_prefill()
-        await attempt.first_token()
-        event = await attempt.handoff()
-        assert "reused_tokens is 11, limit [0, 10]" in event.handoff_failed.reason
-        attempt.close()
-        await pair.until_idle()

@@ -149,7 +149,8 @@ class Link:
                 task.cancel()
             await self._channel.close()
             if self._reading is not None:
-                await asyncio.wait([self._reading])  # in the pager's thread; a moment
+                self._reading.cancel()
+                await asyncio.wait([self._reading])  # until the pager's thread is through
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._memory is not None:
                 self._memory.close()
