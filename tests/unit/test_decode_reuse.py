@@ -6,7 +6,6 @@ import pytest
 from fake_engine import VOCAB_SIZE
 from worker_pair import Attempt, Pair, running_pair, sampling
 
-
 ROW_BYTES = 3 * 64  # of all layers
 
 
