@@ -391,7 +391,7 @@ async def test_transfers_take_turns(small_chunks: int) -> None:
         await asyncio.gather(*(rig.send(receiver, address, epoch) for epoch in (5, 6)))
         rows = [seen.epoch for seen in receiver.seen if seen.kind == "rows"]
         assert len(rows) == 2 * 60
-        # From the first of the one until the last of the other; one was earlier by a window at most.
+        # From the first of the one until the last of the other: one had a window for itself.
         both = rows[rows.index(6) : len(rows) - rows[::-1].index(5)]
         assert len(both) >= 2 * 60 - 2 * link.WINDOW_CHUNKS - 4
         assert all(a != b for a, b in pairwise(both))
