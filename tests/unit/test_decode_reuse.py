@@ -4,29 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import VOCAB_SIZE
-<<<<<<< HEAD
-from kv_push import (
-    MODEL,
-    PROMPT,
-    Ack,
-    Push,
-    Stream,
-    all_chunks,
-    begin,
-    chunk,
-    commit,
-    decoded,
-    reserved,
-)
-from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
-
-from legato.kernels.crc32c import crc32c
-
-if TYPE_CHECKING:
-    from legato.protos import worker_pb2
-=======
 from worker_pair import Attempt, Pair, running_pair, sampling
->>>>>>> h-recv
 
 ROW_BYTES = 3 * 64  # of all layers
 
