@@ -35,7 +35,7 @@ class KvProgress:
         # Rows in all layers, and the steps under way in order. Replaced as a whole by the engine's
         # thread, so that others see one state.
         self._state: tuple[int, tuple[_StepRows, ...]] = (0, ())
-        self._told: list[int] = []
+        self._told = [0]
 
     @classmethod
     def complete(cls, lease: BlockLease, num_layers: int, num_tokens: int) -> KvProgress:
