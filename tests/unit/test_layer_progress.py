@@ -332,6 +332,17 @@ async def test_small_layers_are_told_of_together(monkeypatch: pytest.MonkeyPatch
         assert [bench.progresses[0].available(layer) for layer in range(5)] == [20] * 5
 
 
+async def test_the_end_of_a_step_wakes_too() -> None:
+    """These are too small to be told of on the way."""
+    async with running(build(make_model("llama"))) as bench:
+        bench.engine.start()
+        for length in (1, 20, 90):
+            progress, _ = bench.submit(random_tokens(length))
+            read = await asyncio.wait_for(bench.read(progress, lambda: None), 20)
+            for layer, rows in enumerate(read):
+                assert torch.equal(rows, bench.rows(progress, layer, 0, length))
+
+
 async def test_without_a_reader_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(counter: Tensor, number: int, wake_fd: int) -> None:
         raise AssertionError("told of layers that nobody waits for")
