@@ -12,6 +12,7 @@ from legato.worker.kv.block_pool import blocks_for
 
 if TYPE_CHECKING:
     from legato.worker.forward import Empty
+    from legato.worker.layer_reports import LayerReports
     from legato.worker.scheduling.step import Step
     from legato.worker.sequence import Sequence
     from legato.worker.unread import UnreadTokens
@@ -23,6 +24,7 @@ def build_batch(
     device: torch.device,
     *,
     unread: UnreadTokens | None = None,
+    reports: LayerReports | None = None,
     empty: Empty = new_tensor,
 ) -> ForwardBatch:
     """Packs the parts without padding; asks for logits of the parts that sample.
@@ -68,4 +70,5 @@ def build_batch(
         plan=AttentionPlan.build(query_starts, context_lens, block_tables, block_size, device),
         logit_rows=tensor(logit_rows),
         empty=empty,
+        reports=reports,
     )

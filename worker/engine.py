@@ -14,6 +14,7 @@ from legato.worker.broken_steps import BrokenSteps
 from legato.worker.commands import CommandQueue, Fork, NoteWaiting, Release, Submit
 from legato.worker.engine_stats import EngineStats
 from legato.worker.flight import Flight
+from legato.worker.layer_signal import LayerSignal
 from legato.worker.mailbox import (
     BrokenEvent,
     EngineDiedError,
@@ -96,6 +97,7 @@ class Engine:
         self._counts_prompts = counts_prompt_tokens
         self._commands = CommandQueue()
         self._stats = EngineStats()  # guarded by the queue's condition
+        self._layers = LayerSignal(cache.shape, device, loop)
         # Of the engine thread:
         self._outbox = Outbox(loop)
         self._steps = 0
@@ -135,6 +137,8 @@ class Engine:
         `stopped`: its answer has ended, with a stop string, and was not cancelled.
         """
         self._open.discard(mailbox)
+        if sequence.progress is not None:
+            self._layers.discard(sequence.progress)
         self._commands.put(Release(sequence, stopped))
 
     def note_waiting(self, wanted: list[Newcomer]) -> None:
@@ -178,6 +182,8 @@ class Engine:
             return mailbox
         command.sequence.submitted_at_s = time.perf_counter()
         self._open.add(mailbox)
+        if command.sequence.progress is not None:
+            self._layers.add(command.sequence.progress)
         self._commands.put(command)
         return mailbox
 
@@ -190,6 +196,8 @@ class Engine:
         except BaseException as error:  # reported below: nothing is swallowed
             _log.critical("the engine failed", exc_info=error)
             self._outbox.call(self.fail, error)
+        finally:
+            self._outbox.call(LayerSignal.close, self._layers)
 
     def _loop_over_steps(self) -> None:
         """Where steps overlap, the next one is scheduled and started before the tokens of the one
@@ -263,16 +271,18 @@ class Engine:
             started_at_s = time.perf_counter()
 
         sequences = [part.sequence for part in step.parts if part.samples]
+        reports, watched = self._layers.begin(step, before)
         sampled, model_s = None, 0.0
         if step.parts:
-            logits = self._runner.forward(step, before.unread() if before is not None else None)
+            unread = before.unread() if before is not None else None
+            logits = self._runner.forward(step, unread, reports)
             model_s = time.perf_counter() - started_at_s
             if sequences:
                 sampled = self._sample_rows(logits, sequences)
         self._scheduler.commit(step)
         for sequence in sequences:
             sequence.num_unread += 1
-        return Flight(step, sequences, sampled, leases, started_at_s, model_s)
+        return Flight(step, sequences, sampled, leases, started_at_s, model_s, reports, watched)
 
     def _note_joined(self, sequences: list[Sequence], now_s: float) -> None:
         joined = [s for s in sequences if s.first_step_at_s is None]
@@ -299,6 +309,7 @@ class Engine:
             now_s = time.perf_counter()
             model_s = now_s - max(flight.started_at_s, self._finished_at_s)
             self._finished_at_s = now_s
+        self._layers.end(flight)
         self._scheduler.settle(flight.step)
         flight.unpin()
         for part in flight.step.parts:

@@ -10,6 +10,8 @@ from legato.worker.unread import UnreadTokens
 
 if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.kv.progress import KvProgress
+    from legato.worker.layer_reports import LayerReports
     from legato.worker.sampler import PendingTokens, Sampled
     from legato.worker.scheduling.step import Step
     from legato.worker.sequence import Sequence
@@ -25,6 +27,8 @@ class Flight:
     leases: list[BlockLease]  # pinned until it is finished
     started_at_s: float
     model_s: float  # until the logits were there, or were on their way
+    reports: LayerReports | None  # None: nobody waits for its rows
+    watched: list[KvProgress]  # those whose rows it writes, or may have written for another
 
     @property
     def reads_output(self) -> bool:

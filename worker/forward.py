@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from legato.kernels.attention_plan import AttentionPlan
     from legato.worker.kv.cache import KvCache
+    from legato.worker.layer_reports import LayerReports
     from legato.worker.models.config import ModelConfig
 
 
@@ -43,6 +44,7 @@ class ForwardBatch:
     plan: AttentionPlan
     logit_rows: Tensor  # [R] int64, indices into T of the tokens whose logits are wanted
     empty: Empty = new_tensor  # where intermediate results and the logits go
+    reports: LayerReports | None = None  # told of each layer whose K and V are at their slots
 
 
 class Model(Protocol):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from legato.worker.capture import Captured
     from legato.worker.forward import Empty, ForwardBatch, Model
     from legato.worker.kv.cache import KvCache
+    from legato.worker.layer_reports import LayerReports
     from legato.worker.scheduling.step import Step
     from legato.worker.unread import UnreadTokens
 
@@ -59,10 +60,16 @@ class ModelRunner:
             if device.type == "cuda":
                 self._graph_pool = torch.cuda.graph_pool_handle()
 
-    def forward(self, step: Step, unread: UnreadTokens | None = None) -> Logits:
+    def forward(
+        self,
+        step: Step,
+        unread: UnreadTokens | None = None,
+        reports: LayerReports | None = None,
+    ) -> Logits:
         """Those of the step's sampling parts, in order.
 
         `unread` holds the tokens of the step before that have not come back from the device.
+        `reports` is told how far the pass has come, but for a captured one: of one token each.
         On CUDA the work is only queued when this returns.
         """
         inputs = self._inputs
@@ -70,20 +77,23 @@ class ModelRunner:
             return self._decode(inputs, step, unread)
         if self._model.recordable and self._device.type == "cpu":
             self._reset_arena()
-            batch = self._batch(step, unread, self._arena.empty)
+            batch = self._batch(step, unread, reports, self._arena.empty)
             captured = CpuProgram(lambda: self._model.forward(batch, self._cache))
             captured.replay()
             return Logits(captured.logits, captured.best)
-        return Logits(self._model.forward(self._batch(step, unread, new_tensor), self._cache))
+        batch = self._batch(step, unread, reports, new_tensor)
+        return Logits(self._model.forward(batch, self._cache))
 
     def wait(self) -> None:
         """Until the device has computed all that was queued."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _batch(self, step: Step, unread: UnreadTokens | None, empty: Empty) -> ForwardBatch:
+    def _batch(
+        self, step: Step, unread: UnreadTokens | None, reports: LayerReports | None, empty: Empty
+    ) -> ForwardBatch:
         size = self._cache.shape.block_size
-        return build_batch(step, size, self._device, unread=unread, empty=empty)
+        return build_batch(step, size, self._device, unread=unread, reports=reports, empty=empty)
 
     def _decode(self, inputs: DecodeInputs, step: Step, unread: UnreadTokens | None) -> Logits:
         count = len(step.parts)

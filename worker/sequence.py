@@ -67,7 +67,7 @@ class Sequence:
     num_unread: int = 0  # 0 or 1
     finish_reason: FinishReason | None = None
     lease: BlockLease | None = None
-    progress: KvProgress | None = None  # of a prompt whose rows are sent while it is computed
+    progress: KvProgress | None = None  # in prefill, of who wants the rows as they come
     state: SequenceState = SequenceState.WAITING
     arrival: int = 0  # the lesser came first to the router
     claim: Claim | None = None  # on a decode worker's pool; knows priority and preemptions

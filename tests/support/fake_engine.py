@@ -95,6 +95,8 @@ class FakeModel:
         for layer in range(self.config.num_layers):
             cache.layers[layer].k[batch.slots] = rows[:, layer, 0].to(cache.shape.dtype)
             cache.layers[layer].v[batch.slots] = rows[:, layer, 1].to(cache.shape.dtype)
+            if batch.reports is not None:
+                batch.reports.note(layer)
         logits = torch.zeros(len(batch.logit_rows), VOCAB_SIZE)
         wanted = batch.logit_rows.tolist()
         size = cache.shape.block_size

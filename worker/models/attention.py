@@ -90,6 +90,8 @@ class Attention:
             apply_rope(heads[:, :rotated], tables)
         pages, plan = run.cache.layers[self.index], run.batch.plan
         kv_scatter(k, v, pages, run.batch.slots)
+        if run.batch.reports is not None:
+            run.batch.reports.note(self.index)
         attend = paged_decode_attention if plan.one_query_each else paged_prefill_attention
         attend(q, pages, plan, self.scale, window=self.window, out=run.attended)
         self.out(run.attended.flatten(1), run.hidden)

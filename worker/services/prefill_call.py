@@ -108,8 +108,6 @@ class PrefillCall:
         tokens = await self._first_tokens()
         goes_on = any(token.finish_reason is None for token in tokens)
         if goes_on and self._sequence.progress is not None:
-            assert self._sequence.lease is not None, "the first token is there, so the blocks are"
-            self._sequence.progress.finish(self._sequence.lease)
             self._sequence.progress.confirm()
         last = tokens[-1]  # all have the same figures: they come of the same step
         first_token = worker_pb2.FirstToken(
