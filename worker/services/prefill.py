@@ -20,7 +20,7 @@ from legato.worker.services.errors import (
     reports_errors,
     wrong_role,
 )
-from legato.worker.services.messages import answer_start
+from legato.worker.services.messages import first_token_message
 from legato.worker.services.validation import (
     check_cache_salt,
     check_lengths,
@@ -87,18 +87,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         mailbox: Mailbox,
     ) -> None:
         tokens = await _first_tokens(mailbox, sequence.num_answers)
-        last = tokens[-1]  # all have the same figures: they come of the same step
-        await context.write(
-            worker_pb2.PrefillEvent(
-                first_token=worker_pb2.FirstToken(
-                    answers=[answer_start(token) for token in tokens],
-                    wait_s=last.wait_s,
-                    model_s=last.model_s,
-                    prefill_forwards=last.num_forwards,
-                    cached_tokens=sequence.num_cached,
-                )
-            )
-        )
+        first_token = first_token_message(tokens, sequence.num_cached)
+        await context.write(worker_pb2.PrefillEvent(first_token=first_token))
         goes_on = any(token.finish_reason is None for token in tokens)
         if not goes_on or not request.HasField("ticket"):
             return
