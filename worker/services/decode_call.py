@@ -91,11 +91,11 @@ class DecodeCall:
         Raises:
             CallError, EngineDiedError: of the first answer that failed, or of a wrong command.
         """
+        if self._prefills:
+            self._begin_prefill()
         listener = self._spawn(self._listen(commands))
         try:
-            if self._prefills:
-                self._begin_prefill()
-            else:
+            if not self._prefills:
                 await self._ticket.settled.wait()
                 if not self._over.is_set():
                     self._enter_engine()
@@ -113,10 +113,12 @@ class DecodeCall:
 
     def _begin_prefill(self) -> None:
         """Nothing of the prompt but what is cached has its KV here."""
+        if self._ticket.state is TicketState.CLOSED:
+            raise CallError(grpc.StatusCode.UNAVAILABLE, "the worker ended before the prefill")
         if self._ticket.state is not TicketState.RESERVED or self._ticket.lease is not None:
             raise CallError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"local_prefill: the ticket is {self._ticket.state.name}, a transfer has begun",
+                f"local_prefill: a transfer has begun, the ticket is {self._ticket.state.name}",
             )
         [(answer, sequence)] = self._landing.items()
         place = self._tickets.prefill_here(self._ticket)
