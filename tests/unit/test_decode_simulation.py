@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from legato.bench.simulation.workload import Workload
     from legato.worker.scheduling.claim import Claim
     from legato.worker.scheduling.decision import Decision
-    from legato.worker.scheduling.step import Step
     from legato.worker.sequence import Sequence
 
 FULL_SIZE = os.environ.get("LEGATO_SIMULATION") == "full"
@@ -252,17 +251,6 @@ class ForgetsTheRestOfAPrompt(DecodeWorkerSimulation):
             return blocks_for(sequence.num_computed + 1, self._block_size)
 
 
-class NamesABlockThatIsNotFull(DecodeWorkerSimulation):
-    """The first piece of a prompt counts twice."""
-
-    class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
-        def settle(self, step: Step) -> None:
-            for part in step.parts:
-                if part.num_tokens > 1:
-                    part.sequence.num_settled += part.num_tokens
-            super().settle(step)
-
-
 def test_admission_on_the_prompt_alone_makes_a_storm_of_preemptions() -> None:
     workload = overload(1, num_requests=250, num_blocks=400, mode=AdmissionMode.EXPECTED, risk=0.6)
     report = ExpectsNoGrowth(workload, checks=False).run()
@@ -285,7 +273,6 @@ BUGS: dict[type[DecodeWorkerSimulation], str] = {
     ForgetsThoseSwappedOut: "a newcomer has taken the room of those swapped out",
     CopiesForksTooLate: "its KV is not what it wrote",
     ForgetsTheRestOfAPrompt: "no block for the row to be written",
-    NamesABlockThatIsNotFull: "its KV is not what it wrote",
 }
 
 
