@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from legato.worker.scheduling.live import LiveSequences
     from legato.worker.sequence import Sequence
 
-# Beside 8 streams of a 135M model (fp32, 2 cores) a step with 16, 32, 64, 128 such tokens takes 2.0,
-# 2.2, 3.2, 7 times as long as without: fewer cost more each, and more are no cheaper.
+# Beside 8 streams of a 135M model (fp32, 2 cores) a step with 16, 32, 64, 128 such tokens takes
+# 2.0, 2.2, 3.2, 7 times as long as without: fewer cost more each, and more are no cheaper.
 MIXED_TOKENS = 32
 # A device reads its weights for them alone then, and takes hardly longer for 128 than for 32.
 APART_TOKENS = 128
