@@ -378,9 +378,11 @@ class WorkerLoad(_message.Message):
     transferring: _builtins.int
     """KV transfers under way, in or out."""
     waiting_tokens: _builtins.int
-    """Prompt tokens queued and not yet computed (prefill only)."""
+    """Prompt tokens queued and not yet computed (decode: of local prefills)."""
     prefill_steps: _builtins.int
-    """Counters since the process started."""
+    """Counters since the process started. A decode worker's prefill is local: these steps count as
+    decode steps too, the tokens do not.
+    """
     prefill_tokens: _builtins.int
     decode_steps: _builtins.int
     decode_tokens: _builtins.int

@@ -482,7 +482,9 @@ class Start(_message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """No KV comes and `answers` is empty: this worker computes what is not cached of the prompt itself,
-    between its decode steps, and sends FirstToken before Joined. Only where there is one answer.
+    between its decode steps, and sends FirstToken before Joined. Only where there is one answer. One
+    that has to yield its blocks for good before its first token ends with RESOURCE_EXHAUSTED. After
+    a transfer has begun for the ticket: FAILED_PRECONDITION.
     """
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartAnswer]:

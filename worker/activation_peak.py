@@ -13,6 +13,7 @@ from legato.worker.kv.cache import KvCache
 from legato.worker.model_runner import ModelRunner
 from legato.worker.sampler import SamplingRow, sample
 from legato.worker.sampling_params import SamplingParams
+from legato.worker.scheduling.prompt_pieces import APART_TOKENS, MIXED_TOKENS
 from legato.worker.scheduling.step import Step, StepPart
 from legato.worker.sequence import Sequence
 
@@ -48,8 +49,9 @@ def measure_activation_peak(config: WorkerConfig, loaded: LoadedModel, shape: Kv
 
     A prefill worker computes `prefill_chunk_tokens` of one prompt (or of as few as the context
     allows) and then of `max_batch_size` ones, a decode worker a step of `max_batch_size` sequences
-    of which one is long; with sampling, on a throwaway cache as small as it can be: sequences
-    share their blocks, and what they hold means nothing.
+    of which one is long, and then one with the most of a prompt that goes into a step; with
+    sampling, on a throwaway cache as small as it can be: sequences share their blocks, and what
+    they hold means nothing.
 
     Raises:
         ValueError: a step does not fit beside the weights, or it cannot be measured here.
@@ -83,8 +85,13 @@ def measure_activation_peak(config: WorkerConfig, loaded: LoadedModel, shape: Kv
 def _steps(config: WorkerConfig, context_length: int, device_type: str) -> list[Step]:
     if config.role == "decode":
         longest = min(context_length, _LONGEST_CONTEXT[device_type])
-        lengths = [longest, *[1] * (config.max_batch_size - 1)]
-        return [_step([(length, 1) for length in lengths], config.block_size)]
+        others = [(1, 1)] * (config.max_batch_size - 1)
+        piece = min(longest, MIXED_TOKENS if device_type == "cpu" else APART_TOKENS)
+        beside = others if device_type == "cpu" else []
+        return [
+            _step([(longest, 1), *others], config.block_size),
+            _step([(longest, piece), *beside], config.block_size),
+        ]
     chunk = config.prefill_chunk_tokens
     fewest = -(-chunk // context_length)
     return [

@@ -15,6 +15,7 @@ from legato.worker.commands import CommandQueue, Fork, NoteWaiting, Release, Sub
 from legato.worker.engine_stats import EngineStats
 from legato.worker.flight import Flight
 from legato.worker.layer_signal import LayerSignal
+from legato.worker.local_prefill import LocalPrefill
 from legato.worker.mailbox import (
     BrokenEvent,
     EngineDiedError,
@@ -103,6 +104,7 @@ class Engine:
         self._steps = 0
         self._tokens = 0
         self._num_returned = 0
+        self._local_prefill = LocalPrefill()
         self._broken_steps = BrokenSteps()
         self._finished_at_s = 0.0
         self._step_now: _StepNow | None = None  # replaced as a whole: a reader sees one step
@@ -329,6 +331,10 @@ class Engine:
             if self._is_wanted(s)
         ]
         self._num_returned += len(flight.returned)
+        if flight.num_prompt_tokens:
+            self._local_prefill = self._local_prefill.after(
+                flight.num_prompt_tokens, model_s, time.monotonic()
+            )
         self._steps += 1 if flight.step.parts else 0
         self._tokens += flight.step.num_tokens
         with self._commands.changed:
@@ -374,4 +380,5 @@ class Engine:
             steps=self._steps,
             tokens=self._tokens,
             num_returned=self._num_returned,
+            local_prefill=self._local_prefill,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from legato.worker.local_prefill import LocalPrefill
 
 if TYPE_CHECKING:
     from legato.worker.scheduling.step import Scheduler
@@ -21,9 +23,19 @@ class EngineStats:
     num_swapped: int = 0  # sequences whose KV is in the host's memory
     num_preemptions: int = 0  # sequences that had to yield, swapped or returned; so far
     num_returned: int = 0  # of these, those that have left to be computed anew elsewhere
+    # A part of the steps and tokens; decode only.
+    local_prefill: LocalPrefill = field(default_factory=LocalPrefill)
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, steps: int, tokens: int, num_returned: int) -> EngineStats:
+    def of(
+        cls,
+        scheduler: Scheduler,
+        *,
+        steps: int,
+        tokens: int,
+        num_returned: int,
+        local_prefill: LocalPrefill,
+    ) -> EngineStats:
         """With the counters that only the engine knows."""
         return cls(
             waiting=scheduler.num_waiting,
@@ -34,4 +46,5 @@ class EngineStats:
             num_swapped=scheduler.num_swapped,
             num_preemptions=scheduler.num_preemptions,
             num_returned=num_returned,
+            local_prefill=local_prefill,
         )

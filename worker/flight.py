@@ -40,6 +40,11 @@ class Flight:
         """Those that left the schedule with this step, for want of blocks."""
         return self.step.returned if isinstance(self.step, Decision) else []
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of prompts that a decode worker computes itself."""
+        return self.step.num_prompt_tokens if isinstance(self.step, Decision) else 0
+
     def unread(self) -> UnreadTokens | None:
         """The tokens where the device has them; None where it samples none."""
         if self.sampled is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from legato.protos import common_pb2
@@ -22,8 +23,8 @@ def worker_load(
     num_landing: int,
     swap: PoolUsage | None,
 ) -> common_pb2.WorkerLoad:
-    """Gauges and counters; an engine's steps are of its worker's role. `swap`: of the slots in the
-    host's memory; None: there are none.
+    """Gauges and counters; an engine's steps are of its worker's role, and prompt tokens prefill's.
+    `swap`: of the slots in the host's memory; None: there are none.
     """
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,
@@ -52,5 +53,8 @@ def worker_load(
     if role == "prefill":
         load.prefill_steps, load.prefill_tokens = stats.steps, stats.tokens
     else:
-        load.decode_steps, load.decode_tokens = stats.steps, stats.tokens
+        here = stats.local_prefill
+        load.decode_steps, load.decode_tokens = stats.steps, stats.tokens - here.num_tokens
+        load.prefill_steps, load.prefill_tokens = here.num_steps, here.num_tokens
+        load.local_prefill_token_s = here.token_s_at(time.monotonic())
     return load

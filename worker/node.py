@@ -98,7 +98,13 @@ class WorkerNode:
         if config.role == "prefill":
             scheduler = PrefillScheduler(pool, config.block_size, config.prefill_chunk_tokens)
         else:
-            scheduler = CapacityScheduler(pool, ledger, config.max_batch_size, host_pool)
+            scheduler = CapacityScheduler(
+                pool,
+                ledger,
+                config.max_batch_size,
+                host_pool,
+                mixes_prompts=loaded.device.type == "cpu",
+            )
             mover = KvMover(cache, num_slots)
         engine = Engine(
             model=loaded.model,

@@ -111,8 +111,9 @@ class Answer:
         """Names its blocks: prompts with the same content share theirs."""
         return PrefixHasher("simulated", self.block_size, str(self.content), kv_kind="numbers")
 
-    def new_sequence(self, *, named: bool) -> Sequence:
-        """As the Decode call would make it, once all rows but the last token's have landed.
+    def new_sequence(self, *, named: bool, num_computed: int | None = None) -> Sequence:
+        """As the Decode call would make it, once all rows but the last token's have landed; or with
+        the first `num_computed` rows, where the worker computes the rest itself.
 
         `named`: the worker has a prefix cache.
         """
@@ -124,7 +125,7 @@ class Answer:
             num_prompt_tokens=num_prompt,
             params=SamplingParams.greedy_for(self.request.max_tokens),
             eos_token_ids=frozenset((END_TOKEN,)),
-            num_computed=len(tokens) - 1,
+            num_computed=len(tokens) - 1 if num_computed is None else num_computed,
             hasher=self.hasher() if named else None,
             lease=self.lease,
             arrival=self.request.number * 16 + self.index,

@@ -9,6 +9,7 @@ from legato.bench.simulation.answer import Outcome
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
 from legato.worker.scheduling.claim import AdmissionMode
+from legato.worker.scheduling.prompt_pieces import APART_TOKENS, MIXED_TOKENS
 from legato.worker.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ class Invariants:
         written: list[int] = []
         for part in decision.parts:
             blocks = part.sequence.lease.blocks if part.sequence.lease is not None else []
-            place = part.sequence.num_computed // self._block_size
-            assert place < len(blocks), "no block for the row to be written"
-            written.append(blocks[place])
+            first = part.sequence.num_computed // self._block_size
+            end = blocks_for(part.sequence.num_computed + part.num_tokens, self._block_size)
+            assert end <= len(blocks), "no block for the row to be written"
+            written += blocks[first:end]
+        assert decision.num_prompt_tokens <= APART_TOKENS, "a step is too long for the others"
         users = Counter(
             block
             for sequence in simulation.here
@@ -129,6 +132,7 @@ class Invariants:
             request = answer.request
             own = (request.num_output_tokens + 4) * workload.step_s
             own += request.max_rows * workload.prefill_s_per_token + 0.1
+            own += 2 * blocks_for(request.max_rows, MIXED_TOKENS) * workload.step_s
             total += own * (1 + answer.num_preemptions)
         return total
 
@@ -179,7 +183,9 @@ class Invariants:
                 assert sequence.lease is not None
                 num_blocks = len(sequence.lease.blocks)
                 assert sequence.num_computed <= num_blocks * self._block_size, "rows outgrow blocks"
-                assert num_blocks <= blocks_for(sequence.num_computed + 1, self._block_size), (
+                assert sequence.claim is not None
+                num_rows = max(sequence.num_computed, sequence.claim.rows)
+                assert num_blocks <= blocks_for(num_rows + 1, self._block_size), (
                     "holds a block that it does not need yet"
                 )
         host_pool = self._simulation.host_pool

@@ -39,7 +39,7 @@ class Report:
         """One decision."""
         self.steps += 1
         self.end_s += step_s
-        self.tokens += len(decision.parts)
+        self.tokens += sum(part.samples for part in decision.parts)
         self.returned += len(decision.returned)
         self.blocks_moved += sum(len(out.blocks) for out in decision.swap_outs)
         self.blocks_moved += sum(len(back.blocks) for back in decision.swap_ins)

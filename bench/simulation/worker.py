@@ -69,7 +69,11 @@ class DecodeWorkerSimulation:
         lengths = OutputLengths(prior_tokens=workload.prior_tokens)
         self.ledger = self.ledger_class(self.pool, workload.block_size, rule, lengths)
         self.scheduler = self.scheduler_class(
-            self.pool, self.ledger, workload.max_batch_size, self.host_pool
+            self.pool,
+            self.ledger,
+            workload.max_batch_size,
+            self.host_pool,
+            mixes_prompts=workload.mixes_prompts,
         )
         self.queue = self.queue_class(workload.max_passed_over_s)
         self.kv = KvModel(workload.num_blocks, workload.num_slots, workload.block_size)
@@ -182,9 +186,25 @@ class DecodeWorkerSimulation:
         for answer, claim in zip(answers, claims, strict=True):
             answer.claim = claim
             answer.admitted_s = self.now if answer.admitted_s is None else answer.admitted_s
+        if answers[0].request.local and len(answers) == 1:
+            self._begin_here(answers[0])
+            return
         took_s = newcomer.rows * self.workload.prefill_s_per_token
         self._at(self.now + took_s / 2, partial(self._begin_landing, answers))
         self._at(self.now + took_s, partial(self._land, answers))
+
+    def _begin_here(self, answer: Answer) -> None:
+        """The worker computes what it does not find."""
+        assert answer.claim is not None
+        size = self.workload.block_size
+        hashes = self._block_hashes(answer)[: (answer.claim.rows - 1) // size]
+        blocks, answer.num_found_blocks = self.ledger.bind(answer.claim, hashes)
+        answer.lease = BlockLease(self.pool, blocks)
+        self._log("bind", answer.name, *blocks)
+        sequence = answer.sequence = answer.new_sequence(
+            named=self.workload.prefix_cache, num_computed=answer.num_found_blocks * size
+        )
+        self._commands.append(partial(self._submit, answer, sequence, None))
 
     def _begin_landing(self, answers: list[Answer]) -> None:
         first = answers[0]
@@ -299,13 +319,14 @@ class DecodeWorkerSimulation:
             assert sequence.lease is not None, "scheduled without blocks"
             sequence.lease.acquire_again()
             leases.append(sequence.lease)
-            position = sequence.num_computed
-            known = position < len(sequence.token_ids)
-            token = sequence.token_ids[position] if known else unread[sequence]
             answer = self.here[sequence]
-            self.kv.write(sequence.lease.blocks, position, answer.row(position, token))
-            digests = self.kv.digests(sequence.lease.blocks, position + 1)
-            sampled[sequence] = answer.sample(position + 1, digests)
+            end = sequence.num_computed + part.num_tokens
+            for position in range(sequence.num_computed, end):
+                known = position < len(sequence.token_ids)
+                token = sequence.token_ids[position] if known else unread[sequence]
+                self.kv.write(sequence.lease.blocks, position, answer.row(position, token))
+            if part.samples:
+                sampled[sequence] = answer.sample(end, self.kv.digests(sequence.lease.blocks, end))
         self.scheduler.commit(decision)
         for sequence in sampled:
             sequence.num_unread += 1

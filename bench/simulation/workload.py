@@ -24,6 +24,7 @@ class Request:
     cancel_s: float | None = None  # after arrival
     num_answers: int = 1
     content: int = 0  # requests with the same one have the same prompt, as far as both go
+    local: bool = False  # the decode worker prefills it itself; of one answer
 
     @property
     def max_rows(self) -> int:
@@ -46,6 +47,7 @@ class Workload:
     prior_tokens: int = PRIOR_TOKENS
     overlap: bool = False
     prefix_cache: bool = False
+    mixes_prompts: bool = True
     step_s: float = 0.01
     prefill_s_per_token: float = 0.0001
     max_passed_over_s: float = 2.0
@@ -73,6 +75,8 @@ def random_workload(seed: int) -> Workload:
     fork_share = draw.choice((0.0, 0.2))
     num_contents = draw.choice((2, num_requests, num_requests))
     burst = draw.choice((1, 4, 16))
+    draw_local = random.Random(seed + 1)  # its own: the rest is as it would be without
+    local_share = draw_local.choice((0.0, 0.3, 0.9))
     requests: list[Request] = []
     now = 0.0
     for number in range(num_requests):
@@ -104,6 +108,7 @@ def random_workload(seed: int) -> Workload:
                 cancel_s=draw.uniform(0, 3) if draw.random() < cancel_share else None,
                 num_answers=draw.randint(2, 4) if draw.random() < fork_share else 1,
                 content=number % num_contents,
+                local=draw_local.random() < local_share,
             )
         )
     return Workload(
@@ -118,6 +123,7 @@ def random_workload(seed: int) -> Workload:
         prior_tokens=draw.choice((2, 8, 256)),
         overlap=draw.random() < 0.5,
         prefix_cache=draw.random() < 0.5,
+        mixes_prompts=draw_local.random() < 0.7,
         prefill_s_per_token=draw.choice((0.0, 0.0001, 0.002)),
         max_passed_over_s=draw.choice((0.05, 0.5, 2.0)),
     )

@@ -49,6 +49,7 @@ class Answer:
     params: SamplingParams
     arrival: int
     priority: Priority
+    local: bool = False  # prefilled by the decode engine
     sampled: list[Sampled] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
@@ -81,6 +82,7 @@ class EnginePair:
         risk: float,
         prefix_cache: bool,
         max_batch_size: int,
+        mixes_prompts: bool,
     ) -> None:
         self.model = model
         self.prefix_cache = prefix_cache
@@ -100,7 +102,9 @@ class EnginePair:
             AdmissionRule(risk=risk),
             OutputLengths(prior_tokens=prior_tokens),
         )
-        self.scheduler = CapacityScheduler(self.pool, self.ledger, max_batch_size, self.host_pool)
+        self.scheduler = CapacityScheduler(
+            self.pool, self.ledger, max_batch_size, self.host_pool, mixes_prompts=mixes_prompts
+        )
         self.prefill_pool = BlockPool(1000)
         self.prefill_cache = KvCache(shape, 1000, CPU)
         self.failures: list[BaseException] = []
@@ -140,10 +144,12 @@ class EnginePair:
         params: SamplingParams,
         num_answers: int = 1,
         priority: Priority = Priority.INTERACTIVE,
+        *,
+        local: bool = False,
     ) -> list[Answer]:
         """All answers, whatever happens to them on the way."""
         answers = [
-            Answer(prompt, params.for_answer(i), self.num_answers + i, priority)
+            Answer(prompt, params.for_answer(i), self.num_answers + i, priority, local)
             for i in range(num_answers)
         ]
         self.num_answers += num_answers
@@ -198,6 +204,10 @@ class EnginePair:
             num_answers=len(answers),
         )
         claims = await self.admit(newcomer) if first.params.max_tokens > 1 else []
+        if first.local and len(tokens) < newcomer.max_rows:
+            [claim] = claims
+            await self._listen(first, *self._begin_here(first, tokens, claim))
+            return
         prompt = Sequence(
             list(tokens), len(first.prompt), params, frozenset(), num_answers=len(answers)
         )
@@ -213,6 +223,27 @@ class EnginePair:
             staying = self._land(prompt, tokens, answers, claims)
         self.prefill.release(prompt, mailbox)
         await asyncio.gather(*(self._listen(*each) for each in staying))
+
+    def _begin_here(
+        self, answer: Answer, tokens: list[int], claim: Claim
+    ) -> tuple[Sequence, Mailbox]:
+        hasher = HASHER if self.prefix_cache else None
+        hashes = hasher.block_hashes(tokens) if hasher is not None else []
+        blocks, num_found = self.ledger.bind(claim, hashes[: (len(tokens) - 1) // BLOCK_SIZE])
+        self.num_found += num_found
+        sequence = Sequence(
+            list(tokens),
+            len(answer.prompt),
+            answer.params,
+            frozenset(),
+            num_computed=num_found * BLOCK_SIZE,
+            block_hashes=hashes,
+            hasher=hasher,
+            lease=BlockLease(self.pool, blocks),
+            arrival=answer.arrival,
+            claim=claim,
+        )
+        return sequence, self.decode.submit(sequence)
 
     def _land(
         self, prompt: Sequence, tokens: list[int], answers: list[Answer], claims: list[Claim]
@@ -301,6 +332,7 @@ async def running_engines(
     risk: float = 0.6,
     prefix_cache: bool = False,
     max_batch_size: int = 64,
+    mixes_prompts: bool = True,
     start_decode: bool = True,
 ) -> AsyncIterator[EnginePair]:
     """With few `prior_tokens` and much `risk` too many are let in, and victims must yield."""
@@ -313,6 +345,7 @@ async def running_engines(
         risk=risk,
         prefix_cache=prefix_cache,
         max_batch_size=max_batch_size,
+        mixes_prompts=mixes_prompts,
     )
     pair.prefill.start()
     if start_decode:

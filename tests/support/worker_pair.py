@@ -348,6 +348,34 @@ class Attempt:
         handoff = await self.handoff()
         assert handoff.WhichOneof("event") == "handoff_done", handoff
         self.handed_over = handoff.handoff_done
+        return await self._to_the_end(offset)
+
+    async def run_locally(self) -> list[int]:
+        """As `run`, where the decode worker prefills; one attempt, or the error that ends it."""
+        await self.reserve()
+        await self.start_locally()
+        offset = len(self.tokens)
+        if not (await self.local_first_token()).answers[0].finished:
+            assert await self._to_the_end(offset), "preempted"
+        else:
+            assert await self.decode_call.read() == grpc.aio.EOF
+        return self.tokens[len(self.prompt) :]
+
+    async def start_locally(self) -> None:
+        await self.command(start=worker_pb2.Start(local_prefill=True))
+
+    async def local_first_token(self) -> worker_pb2.FirstToken:
+        event = await self.decode_call.read()
+        assert event != grpc.aio.EOF, await self.decode_call.details()
+        assert event.WhichOneof("event") == "first_token", event
+        [answer] = event.first_token.answers
+        assert answer.token.index == len(self.tokens) - len(self.prompt)
+        self.tokens.append(answer.token.token_id)
+        self.first = event.first_token
+        return event.first_token
+
+    async def _to_the_end(self, offset: int) -> bool:
+        """Joined, and all tokens behind the first, which came after `offset`; False: preempted."""
         joined = False
         while True:
             event = await self.decode_call.read()

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
+from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.priority import Priority
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import BATCH_AGEING_S, CapacityScheduler
 from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule, Newcomer
+from legato.worker.scheduling.live import claim_of, lease_of
 from legato.worker.scheduling.output_lengths import OutputLengths
 from legato.worker.sequence import FinishReason, Sequence, SequenceState
 
@@ -31,6 +33,7 @@ class Bench:
     max_batch_size: int = 8
     expected: int = 1
     mode: AdmissionMode = AdmissionMode.EXPECTED
+    mixes_prompts: bool = True
     now: float = 0.0
     arrivals: int = 0
     decisions: list[Decision] = field(default_factory=list)
@@ -45,7 +48,11 @@ class Bench:
             OutputLengths(window=1, prior_tokens=self.expected),
         )
         self.scheduler = CapacityScheduler(
-            self.pool, self.ledger, self.max_batch_size, self.host_pool
+            self.pool,
+            self.ledger,
+            self.max_batch_size,
+            self.host_pool,
+            mixes_prompts=self.mixes_prompts,
         )
 
     def join(
@@ -64,6 +71,19 @@ class Bench:
         self.scheduler.add(made)
         return made
 
+    def begin(self, prompt: int, max_tokens: int, hashes: list[bytes] | None = None) -> Sequence:
+        """Admitted, and its prompt is to be computed here; `hashes` name its full blocks."""
+        [claim] = self.ledger.admit(Newcomer(prompt, prompt + max_tokens - 1, max_tokens))
+        blocks, num_found = self.ledger.bind(claim, (hashes or [])[: (prompt - 1) // BLOCK_SIZE])
+        made = self.sequence(prompt, max_tokens)
+        del made.token_ids[-1], made.output_token_ids[-1]
+        made.num_computed = num_found * BLOCK_SIZE
+        made.block_hashes = list(hashes or [])
+        made.hasher = PrefixHasher("named", BLOCK_SIZE, kv_kind="none") if hashes else None
+        made.lease, made.claim = BlockLease(self.pool, blocks), claim
+        self.scheduler.add(made)
+        return made
+
     def sequence(self, prompt: int, max_tokens: int) -> Sequence:
         self.arrivals += 1
         params = SamplingParams.greedy_for(max_tokens, ignore_eos=True)
@@ -73,13 +93,14 @@ class Bench:
         return made
 
     def step(self) -> Decision:
-        """Schedule, commit, settle, and one token for each part."""
+        """Schedule, commit, settle, and one token for each part that samples."""
         decision = self.scheduler.schedule(self.now)
         assert decision is not None, "nothing to do"
+        sampling = [part.samples for part in decision.parts]
         self.scheduler.commit(decision)
         self.scheduler.settle(decision)
-        for part in decision.parts:
-            if part.sequence.append(5) is not None:
+        for part, samples in zip(decision.parts, sampling, strict=True):
+            if samples and part.sequence.append(5) is not None:
                 self.end(part.sequence)
         self.decisions.append(decision)
         self.pool.check_integrity()
@@ -440,3 +461,108 @@ def test_what_a_broken_answer_read_and_wrote_is_not_found_any_more() -> None:
         bench.end(sequence)
     assert bench.pool.count_cached_prefix([b"broken"]) == 0
     assert bench.pool.count_cached_prefix([b"well"]) == 1
+
+
+# Prompts that are computed here.
+
+
+def sizes(decision: Decision) -> list[int]:
+    return [part.num_tokens for part in decision.parts]
+
+
+def test_prompts_are_computed_in_pieces_beside_the_others_and_then_decode() -> None:
+    bench = Bench(100)
+    stream = bench.join(3, 20)
+    first, second = bench.begin(40, 9), bench.begin(30, 9)
+    assert bench.scheduler.num_waiting_tokens == 70
+    assert sizes(bench.step()) == [1, 32]  # the second gets none of the budget
+    assert bench.scheduler.num_waiting_tokens == 38
+    assert (first.num_output_tokens, second.num_computed) == (0, 0)
+    decision = bench.step()
+    assert sizes(decision) == [1, 8, 24]
+    assert [part.sequence for part in decision.prompt_parts] == [first, second]
+    assert decision.num_prompt_tokens == 32
+    assert (first.num_output_tokens, second.num_output_tokens) == (1, 0)
+    assert sizes(bench.step()) == [1, 1, 6]
+    decision = bench.step()
+    assert sizes(decision) == [1, 1, 1]
+    assert decision.prompt_parts == []
+    assert bench.scheduler.num_waiting_tokens == 0
+    assert [s.num_output_tokens for s in (stream, first, second)] == [5, 3, 2]
+
+
+def test_where_they_are_not_mixed_prompts_and_others_take_turns() -> None:
+    bench = Bench(200, mixes_prompts=False)
+    stream, long = bench.join(3, 20), bench.begin(300, 9)
+    assert [sizes(bench.step()) for _ in range(6)] == [[128], [1], [128], [1], [44], [1, 1]]
+    assert (stream.num_output_tokens, long.num_output_tokens) == (4, 2)
+    bench.end(stream)
+    bench.end(long)
+    bench.begin(300, 9)
+    assert [sizes(bench.step()) for _ in range(4)] == [[128], [128], [44], [1]]  # none to wait for
+
+
+def test_what_is_cached_is_not_computed_and_what_is_filled_is_found() -> None:
+    bench = Bench(100)
+    hashes = [b"%d" % place for place in range(10)]
+    first = bench.begin(40, 9, hashes)
+    bench.step()
+    assert bench.pool.count_cached_prefix(hashes) == 8  # as far as it is computed
+    bench.step()
+    assert bench.pool.count_cached_prefix(hashes) == 10
+    second = bench.begin(40, 9, hashes)
+    assert second.num_computed == 36  # the last block is its own
+    assert lease_of(second).blocks[:9] == lease_of(first).blocks[:9]
+    assert lease_of(second).blocks[9] != lease_of(first).blocks[9]
+    assert sizes(bench.step()) == [1, 4]
+
+
+def test_half_a_prompt_that_is_swapped_out_comes_back_to_all_its_blocks() -> None:
+    bench = Bench(25, num_slots=25)
+    old = bench.join(15, 20)
+    prompt = bench.begin(79, 9)  # 20 of the other 21 blocks
+    [blocker] = bench.pool.allocate(1) or []
+    decision = bench.step()  # the other's 16th row has a place
+    assert sizes(decision) == [1, 32]
+    decision = bench.step()  # its 17th has not
+    assert [out.sequence for out in decision.swap_outs] == [prompt]
+    assert len(decision.swap_outs[0].slots) == 8
+    assert bench.scheduler.num_waiting_tokens == 79 - 32
+    bench.end(old)
+    bench.pool.free([blocker])
+    decision = bench.step()
+    assert [len(back.blocks) for back in decision.swap_ins] == [8]
+    assert len(lease_of(prompt).blocks) == 20
+    assert sizes(decision) == [32]
+    assert claim_of(prompt).rows == 79
+    assert sizes(bench.step()) == [15]
+    assert prompt.num_output_tokens == 1
+
+
+def test_half_a_prompt_that_is_returned_leaves_nothing() -> None:
+    bench = Bench(25)
+    bench.join(15, 20)
+    prompt = bench.begin(79, 9)
+    bench.pool.allocate(1)
+    bench.step()
+    assert bench.step().returned == [prompt]
+    assert bench.scheduler.num_waiting_tokens == 0
+    assert claim_of(prompt).withdrawn
+
+
+def test_prompts_can_be_dropped_in_every_state_and_before_their_first_token() -> None:
+    bench = Bench(29, num_slots=25, max_batch_size=2)
+    bench.join(15, 20)
+    running, waiting, swapped = bench.begin(79, 9), bench.begin(5, 3), bench.begin(5, 3)
+    [blocker] = bench.pool.allocate(1) or []
+    bench.steps(2)
+    states = [SequenceState.RUNNING, SequenceState.WAITING, SequenceState.SWAPPED]
+    assert [s.state for s in (running, waiting, swapped)] == states
+    assert bench.scheduler.num_waiting_tokens == 79 - 64 + 5 + 5
+    for sequence in (running, waiting, swapped):
+        sequence.finish_reason = FinishReason.STOP  # by its client
+        bench.end(sequence)
+    assert bench.scheduler.num_waiting_tokens == 0
+    assert bench.ledger._lengths.expected(100, 0, 0.5) == 1, "no tokens are no answer"
+    assert len(bench.ledger) == 1
+    bench.pool.free([blocker])

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 from ticket_room import TicketRoom, ticket_request
 
@@ -117,17 +118,19 @@ class Scene:
 
 
 @asynccontextmanager
-async def calling(num_answers: int = 2, *, landed: bool = True) -> AsyncIterator[Scene]:
+async def calling(
+    num_answers: int = 2, *, landed: bool = True, prefills: bool = False
+) -> AsyncIterator[Scene]:
     room = TicketRoom.of(40)
     engine, router = FakeEngine(room), Router()
     router.reads.set()
     ticket = room.reserve(ticket_request(ROWS, max_tokens=9, num_answers=num_answers))
-    if landed:
+    if landed and not prefills:
         room.book.begin_landing(ticket)
         room.book.finish_landing(ticket)
     sequences = {
         answer: Sequence(
-            token_ids=[*range(ROWS), 99],
+            token_ids=[*range(ROWS), *([] if prefills else [99])],
             num_prompt_tokens=ROWS,
             params=SamplingParams.greedy_for(9),
             eos_token_ids=frozenset(),
@@ -135,7 +138,14 @@ async def calling(num_answers: int = 2, *, landed: bool = True) -> AsyncIterator
         )
         for answer in range(num_answers)
     }
-    call = DecodeCall(engine, room.book, ticket, sequences, router.write)  # type: ignore[arg-type]  # what it uses of one
+    call = DecodeCall(
+        engine,  # type: ignore[arg-type]  # what it uses of one
+        room.book,
+        ticket,
+        sequences,
+        router.write,
+        prefills=prefills,
+    )
     run = asyncio.create_task(call.run(router.says()))
     scene = Scene(room, engine, router, ticket, run)
     await scene.calm()
@@ -410,3 +420,88 @@ async def test_one_that_leaves_before_it_joined_has_joined_for_the_router() -> N
         scene.tell(0, PreemptedEvent(1))
         await scene.run
         assert scene.router.kinds() == ["joined", "preempted"]
+
+
+# Where the worker prefills.
+
+
+async def test_the_first_token_comes_before_joined_and_its_figures_are_prefills() -> None:
+    async with calling(1, prefills=True) as scene:
+        scene.tell(0, JoinedEvent())
+        await scene.calm()
+        assert scene.router.told == []
+        scene.tell(0, TokenEvent(Sampled(40, None, ()), 0, None, 3, 0.75, 0.25))
+        await scene.calm()
+        assert scene.router.kinds() == ["first_token", "joined"]
+        first = scene.router.told[0].first_token
+        assert [a.token.token_id for a in first.answers] == [40]
+        assert (first.wait_s, first.model_s, first.prefill_forwards) == (0.25, 0.75, 3)
+        scene.tell(0, TokenEvent(Sampled(41, None, ()), 1, FinishReason.LENGTH, 4, 1.0, 0.25))
+        await scene.run
+        tokens = scene.router.told[2].tokens
+        assert (tokens.decode_forwards, tokens.model_s, tokens.finished) == (1, 0.25, True)
+
+
+async def test_all_at_once_comes_in_the_same_order() -> None:
+    async with calling(1, prefills=True) as scene:
+        scene.tell(0, JoinedEvent(), token(0), token(1), token(2), PreemptedEvent(1))
+        await scene.run
+        assert scene.router.kinds() == ["first_token", "joined", "tokens", "preempted"]
+        assert [t.index for t in scene.router.told[2].tokens.tokens] == [1, 2]
+
+
+async def test_after_a_first_token_that_is_the_last_nothing_follows() -> None:
+    async with calling(1, prefills=True) as scene:
+        scene.tell(0, JoinedEvent(), token(0, FinishReason.STOP))
+        await scene.run
+        assert scene.router.kinds() == ["first_token"]
+        assert scene.router.told[0].first_token.answers[0].finished
+
+
+@pytest.mark.parametrize("joined", [False, True])
+async def test_one_that_yields_before_its_first_token_may_ask_again(joined: bool) -> None:
+    async with calling(1, prefills=True) as scene:
+        scene.tell(0, *([JoinedEvent()] if joined else []), PreemptedEvent(1))
+        with pytest.raises(CallError, match="before its first token") as raised:
+            await scene.run
+        assert raised.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert scene.router.told == []
+
+
+async def test_the_engine_has_it_at_once_and_a_stop_or_a_cancel_takes_it_back() -> None:
+    async with calling(1, prefills=True) as scene:
+        assert len(scene.engine.there) == 1
+        assert scene.room.pool.usage().held == 3
+        scene.router.stop(0)
+        await scene.run
+        assert scene.router.told == []
+    async with calling(1, prefills=True) as scene:
+        scene.run.cancel()
+        await asyncio.gather(scene.run, return_exceptions=True)
+        assert not scene.engine.there
+
+
+async def test_nothing_usable_in_a_prompts_logits_ends_the_call() -> None:
+    async with calling(1, prefills=True) as scene:
+        scene.tell(0, JoinedEvent(), BrokenEvent(0))
+        with pytest.raises(CallError, match="at output position 0 "):
+            await scene.run
+
+
+async def test_the_end_of_the_worker_before_the_prefill() -> None:
+    room = TicketRoom.of(40)
+    ticket = room.reserve(ticket_request(ROWS, max_tokens=9))
+    room.book.close_all()
+    router = Router()
+    sequence = Sequence([*range(ROWS)], ROWS, SamplingParams.greedy_for(9), frozenset())
+    call = DecodeCall(
+        FakeEngine(room),  # type: ignore[arg-type]  # what it uses of one
+        room.book,
+        ticket,
+        {0: sequence},
+        router.write,
+        prefills=True,
+    )
+    with pytest.raises(CallError, match="the worker ended before the prefill") as raised:
+        await call.run(router.says())
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE

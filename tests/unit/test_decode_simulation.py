@@ -13,7 +13,7 @@ from legato.bench.simulation.invariants import Invariants
 from legato.bench.simulation.queue import WaitingQueue
 from legato.bench.simulation.worker import DecodeWorkerSimulation
 from legato.bench.simulation.workload import overload, random_workload
-from legato.worker.kv.block_pool import BlockPool
+from legato.worker.kv.block_pool import BlockPool, blocks_for
 from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
 from legato.worker.scheduling.claim import AdmissionMode
@@ -243,6 +243,14 @@ class CopiesForksTooLate(DecodeWorkerSimulation):
             return decision
 
 
+class ForgetsTheRestOfAPrompt(DecodeWorkerSimulation):
+    """One that was swapped out with half its prompt comes back to blocks for one row more."""
+
+    class scheduler_class(CapacityScheduler):  # noqa: N801  # stands in for an attribute
+        def _blocks_to_return(self, sequence: Sequence) -> int:
+            return blocks_for(sequence.num_computed + 1, self._block_size)
+
+
 def test_admission_on_the_prompt_alone_makes_a_storm_of_preemptions() -> None:
     workload = overload(1, num_requests=250, num_blocks=400, mode=AdmissionMode.EXPECTED, risk=0.6)
     report = ExpectsNoGrowth(workload, checks=False).run()
@@ -264,6 +272,7 @@ BUGS: dict[type[DecodeWorkerSimulation], str] = {
     ExpectsNoGrowth: "a newcomer has taken the room of those swapped out",
     ForgetsThoseSwappedOut: "a newcomer has taken the room of those swapped out",
     CopiesForksTooLate: "its KV is not what it wrote",
+    ForgetsTheRestOfAPrompt: "no block for the row to be written",
 }
 
 

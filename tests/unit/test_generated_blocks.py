@@ -38,7 +38,7 @@ def settle(generated: GeneratedBlocks, sequence: Sequence, num_rows: int) -> Non
     """`num_rows` steps, one after the other."""
     for _ in range(num_rows):
         sequence.num_computed += 1
-        generated.note_row(sequence)
+        generated.note_rows(sequence, 1)
         sequence.append(TOKENS[len(sequence.token_ids)])
 
 

@@ -256,7 +256,8 @@ def test_the_steps_that_are_measured_are_as_large_as_they_can_be() -> None:
     # No prompt is longer than the context, however small the batch.
     assert steps("prefill", max_batch_size=1, **chunk) == [[68, 67, 67]] * 2
     assert steps("prefill", max_batch_size=9, prefill_chunk_tokens=3) == [[3], [1, 1, 1]]
-    assert steps("decode", max_batch_size=5) == [[1] * 5]
+    # A decode worker also computes a piece of a prompt beside the others.
+    assert steps("decode", max_batch_size=5) == [[1] * 5, [32, 1, 1, 1, 1]]
 
 
 def test_a_step_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

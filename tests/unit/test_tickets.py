@@ -294,3 +294,25 @@ def test_the_end_of_the_worker_voids_every_ticket() -> None:
         room.end(answer)
     room.check()
     assert tickets[0].key == KEY
+
+
+def test_a_prompt_that_is_computed_here_shares_what_is_found_but_never_its_last_block() -> None:
+    room = TicketRoom.of(12)
+    [landed] = room.hand_over(room.landed(ticket_request(8, content=1)))
+    told = len(room.told)
+    for rows, num_shared in ((8, 1), (9, 2), (3, 0)):
+        ticket = room.reserve(ticket_request(rows, content=1))
+        place = room.book.prefill_here(ticket)
+        room.engine.append(place)
+        assert ticket.num_reused_tokens == num_shared * 4
+        assert place.lease.blocks[:num_shared] == landed.lease.blocks[:num_shared]
+        assert not set(place.lease.blocks[num_shared:]) & set(landed.lease.blocks)
+        assert len(place.lease.blocks) * 4 >= rows
+        room.check()
+        room.book.close(ticket)  # the engine has it
+        room.check()
+        room.end(place)
+        room.check()
+    assert len(room.told) > told, "blocks that were promised are not needed"
+    room.end(landed)
+    assert room.pool.usage().available == 12

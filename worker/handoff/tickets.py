@@ -39,7 +39,7 @@ class TicketState(Enum):
 
 
 _NEXT = {
-    TicketState.RESERVED: {TicketState.LANDING, TicketState.CLOSED},
+    TicketState.RESERVED: {TicketState.LANDING, TicketState.DECODING, TicketState.CLOSED},
     TicketState.LANDING: {TicketState.LANDED, TicketState.RESERVED, TicketState.CLOSED},
     TicketState.LANDED: {TicketState.DECODING, TicketState.CLOSED},
     TicketState.DECODING: {TicketState.CLOSED},
@@ -194,13 +194,17 @@ class TicketBook:
         """A transfer begins: turns the credit for the rows into blocks, once."""
         ticket.move_to(TicketState.LANDING)
         if ticket.lease is None:
-            hashes = ticket.request.block_hashes
-            blocks, ticket.num_found_blocks = self._ledger.bind(ticket.claims[0], hashes)
-            ticket.num_reused_tokens = ticket.num_found_blocks * self._block_size
-            assert ticket.num_reused_tokens <= ticket.num_handoff_tokens, "found more than asked"
-            ticket.lease = BlockLease(self._pool, blocks)
-            if ticket.num_found_blocks:  # of the blocks that were promised, some are not needed
-                self._on_change()
+            self._bind(ticket, ticket.request.block_hashes)
+        assert ticket.lease is not None
+        return ticket.lease
+
+    def _bind(self, ticket: Ticket, block_hashes: SequenceOf[bytes]) -> BlockLease:
+        blocks, ticket.num_found_blocks = self._ledger.bind(ticket.claims[0], block_hashes)
+        ticket.num_reused_tokens = ticket.num_found_blocks * self._block_size
+        assert ticket.num_reused_tokens <= ticket.num_handoff_tokens, "found more than asked"
+        ticket.lease = BlockLease(self._pool, blocks)
+        if ticket.num_found_blocks:  # of the blocks that were promised, some are not needed
+            self._on_change()
         return ticket.lease
 
     def break_landing(self, ticket: Ticket) -> None:
@@ -222,6 +226,18 @@ class TicketBook:
         assert len(ticket.claims) > 1, "no answer would be left"
         self._ledger.withdraw(ticket.claims.pop())
         self._on_change()
+
+    def prefill_here(self, ticket: Ticket) -> LandedAnswer:
+        """No KV comes: the engine computes the rows, all but `ticket.num_reused_tokens`.
+
+        Of a prompt that is found whole the last block is computed anew, as on a prefill worker: its
+        last token's logits are wanted, and nobody writes to a block that others may read.
+        """
+        assert ticket.lease is None, "a transfer has begun"
+        [claim] = ticket.claims
+        ticket.move_to(TicketState.DECODING)
+        hashes = ticket.request.block_hashes[: (ticket.num_handoff_tokens - 1) // self._block_size]
+        return LandedAnswer(claim, self._bind(ticket, hashes), None)
 
     def hand_over(self, ticket: Ticket) -> list[LandedAnswer]:
         """Gives claims and blocks to the engine's sequences, which release them from now on.

@@ -8,9 +8,16 @@ from legato.worker.kv.block_pool import blocks_for
 from legato.worker.priority import Priority
 from legato.worker.scheduling.decision import BlockCopy, Decision, SwapIn
 from legato.worker.scheduling.generated import GeneratedBlocks
-from legato.worker.scheduling.live import LiveSequences, claim_of, lease_of, needs_block, rank
+from legato.worker.scheduling.live import (
+    LiveSequences,
+    claim_of,
+    lease_of,
+    needs_block,
+    num_to_compute,
+    rank,
+)
 from legato.worker.scheduling.preemption import Preemption
-from legato.worker.scheduling.step import StepPart
+from legato.worker.scheduling.prompt_pieces import PromptPieces
 from legato.worker.sequence import FinishReason, SequenceState
 
 if TYPE_CHECKING:
@@ -29,6 +36,9 @@ BATCH_AGEING_S = 10.0
 
 class CapacityScheduler:
     """Every sequence takes part in every step, as far as blocks and `max_batch_size` allow.
+
+    A sequence may come with rows of its prompt still to be computed; it has all blocks for them,
+    and they are computed in small pieces beside the others' tokens (`PromptPieces`).
 
     Blocks are taken one by one, when a row is about to need them. Where too few are left, victims
     yield until the others can go on: of those not protected the one of the lowest priority, of
@@ -55,8 +65,12 @@ class CapacityScheduler:
         ledger: CapacityLedger,
         max_batch_size: int,
         host_pool: BlockPool | None = None,
+        *,
+        mixes_prompts: bool = True,
     ) -> None:
-        """`host_pool`: slots of one block each in the host's memory; None: nobody is swapped."""
+        """`host_pool`: slots of one block each in the host's memory; None: nobody is swapped.
+        `mixes_prompts`: see `PromptPieces`.
+        """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
         self._pool = pool
@@ -67,11 +81,12 @@ class CapacityScheduler:
         self._live = LiveSequences()
         self._preemption = Preemption(pool, ledger, host_pool, self._live)
         self._generated = GeneratedBlocks(pool, ledger.block_size)
+        self._pieces = PromptPieces(self._live, mixes=mixes_prompts)
         self._forks: dict[Sequence, BlockCopy] = {}  # to run with the next decision
 
     @property
     def num_waiting(self) -> int:
-        """Sequences whose KV is here and that wait for a place in the batch."""
+        """Sequences that wait for a place in the batch."""
         return len(self._live.waiting)
 
     @property
@@ -91,17 +106,21 @@ class CapacityScheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """0: prompts are not computed here."""
-        return 0
+        """Of prompts that are computed here."""
+        return sum(num_to_compute(sequence) for sequence in self._live.prompts)
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a sequence whose KV has landed: all but its last token's."""
-        assert sequence.num_computed == len(sequence.token_ids) - 1
+        """Takes a sequence whose KV has landed, all but its last token's; or one whose KV is here
+        in part: the rest, its last token's too, is computed here. Its claim is for all these rows.
+        """
         claim = claim_of(sequence)
-        assert claim.rows == sequence.num_computed, "the claim is another's"
+        num_rows = len(sequence.token_ids) - (0 if num_to_compute(sequence) else 1)
+        assert claim.rows == num_rows, "the claim is another's"
         assert claim.rows <= len(lease_of(sequence).blocks) * self._block_size, (
             "rows without blocks"
         )
+        if num_to_compute(sequence):
+            self._live.prompts[sequence] = None
         self._generated.begin(sequence)
         self._live.waiting[sequence] = None
 
@@ -128,10 +147,12 @@ class CapacityScheduler:
             del self._live.waiting[sequence]
         else:
             del self._live.running[sequence]
+        self._live.prompts.pop(sequence, None)
         if (copy := self._forks.pop(sequence, None)) is not None:
             self._pool.free([copy.source])
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._ledger.record(sequence.num_output_tokens)
+            if sequence.num_output_tokens:  # else it was stopped before its first
+                self._ledger.record(sequence.num_output_tokens)
         elif sequence.finish_reason is FinishReason.BROKEN:
             self._pool.unregister(lease_of(sequence).blocks)  # their rows may be what broke it
         self._ledger.withdraw(claim_of(sequence))
@@ -142,7 +163,8 @@ class CapacityScheduler:
         self._live.wanted = list(wanted)
 
     def schedule(self, now: float) -> Decision | None:
-        """One new token for each sequence that can have one; None where there is nothing to do.
+        """One new token for each sequence that can have one, and pieces of the prompts that are
+        computed here; None where there is nothing to do.
 
         A sequence whose last token is on its way takes no part.
         """
@@ -162,7 +184,7 @@ class CapacityScheduler:
             self._fill_batch(plan, hand, ready)
         else:
             self._join_waiting(plan, hand, ready)
-        plan.parts.extend(StepPart(sequence, 1) for sequence in ready)
+        self._pieces.plan(plan, ready)
         plan.free_after.extend([block] for block in hand)
         if not (plan.parts or plan.copies or plan.swap_outs or plan.swap_ins or plan.returned):
             return None
@@ -170,10 +192,12 @@ class CapacityScheduler:
         return plan
 
     def commit(self, step: Step) -> None:
-        """Notes the row of KV that each sequence gained."""
+        """Notes the rows of KV that each sequence gained."""
         for part in step.parts:
-            part.sequence.num_computed += 1
-            claim_of(part.sequence).rows += 1
+            sequence, claim = part.sequence, claim_of(part.sequence)
+            sequence.num_computed += part.num_tokens
+            claim.rows = max(claim.rows, sequence.num_computed)
+        self._pieces.commit()
 
     def settle(self, step: Step) -> None:
         """The device has done it all: gives back the blocks of those that yielded, and makes those
@@ -184,7 +208,7 @@ class CapacityScheduler:
         for blocks in decision.free_after:
             self._pool.free(blocks)
         for part in decision.parts:
-            self._generated.note_row(part.sequence)
+            self._generated.note_rows(part.sequence, part.num_tokens)
 
     # Who gets a block, or a place.
 
@@ -276,7 +300,8 @@ class CapacityScheduler:
         return bool(ahead) and self._ledger.may_enter(ahead[0], coming)
 
     def _blocks_to_return(self, sequence: Sequence) -> int:
-        return blocks_for(sequence.num_computed + 1, self._block_size)
+        """For the rows that the next steps write: one, or what is left of a prompt."""
+        return blocks_for(sequence.num_known_or_unread, self._block_size)
 
     def _free_slots(self, slots: list[int]) -> None:
         assert self._host_pool is not None, "swapped without a place to swap to"

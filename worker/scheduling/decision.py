@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from legato.worker.scheduling.step import Step
 
 if TYPE_CHECKING:
+    from legato.worker.scheduling.step import StepPart
     from legato.worker.sequence import Sequence
 
 
@@ -53,3 +54,10 @@ class Decision(Step):
     returned: list[Sequence] = field(default_factory=list)
     # References to give up when settled; one list for each sequence, in its order.
     free_after: list[list[int]] = field(default_factory=list)
+    # Of the parts, those that compute rows of a prompt.
+    prompt_parts: list[StepPart] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """New tokens of prompts."""
+        return sum(part.num_tokens for part in self.prompt_parts)

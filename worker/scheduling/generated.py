@@ -1,4 +1,4 @@
-"""GeneratedBlocks: makes the KV blocks findable that decode has filled."""
+"""GeneratedBlocks: makes the KV blocks findable that a decode worker has filled."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class GeneratedBlocks:
         self._block_size = block_size
 
     def begin(self, sequence: Sequence) -> None:
-        """Its KV has landed: who wrote it has registered its full blocks."""
+        """Whoever wrote the KV that is there has registered its full blocks."""
         sequence.num_settled = sequence.num_computed
         sequence.num_registered = sequence.num_computed // self._block_size
 
-    def note_row(self, sequence: Sequence) -> None:
-        """One more of its rows is written."""
-        sequence.num_settled += 1
+    def note_rows(self, sequence: Sequence, num_rows: int) -> None:
+        """So many more of its rows are written."""
+        sequence.num_settled += num_rows
         num_full = sequence.num_settled // self._block_size
         # One that has yielded its blocks meanwhile, or has ended, may not own them any more.
         running = sequence.state is SequenceState.RUNNING

@@ -24,9 +24,12 @@ class Swapped:
 class LiveSequences:
     """Dicts, for order and for quick removal from the middle."""
 
-    waiting: dict[Sequence, None] = field(default_factory=dict)  # their KV is here
+    # Their KV is here, or they compute it here.
+    waiting: dict[Sequence, None] = field(default_factory=dict)
     running: dict[Sequence, None] = field(default_factory=dict)
     swapped: dict[Sequence, Swapped] = field(default_factory=dict)
+    # Of all those: rows of their prompts are still to be computed.
+    prompts: dict[Sequence, None] = field(default_factory=dict)
     wanted: list[Newcomer] = field(default_factory=list)  # wait to be admitted, the first first
     unsettled: list[Decision] = field(default_factory=list)  # the device is not done with them
 
@@ -46,6 +49,14 @@ def lease_of(sequence: Sequence) -> BlockLease:
     """Of a sequence in the scheduler, which has one."""
     assert sequence.lease is not None, "scheduled without blocks"
     return sequence.lease
+
+
+def num_to_compute(sequence: Sequence) -> int:
+    """Rows of the prompt that are computed here, and not yet; 0 of a sequence that decodes.
+
+    The claim stands for all rows of the prompt from the beginning; then it grows with those there.
+    """
+    return claim_of(sequence).rows - sequence.num_computed
 
 
 def needs_block(sequence: Sequence, block_size: int) -> bool:

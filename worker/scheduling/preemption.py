@@ -69,7 +69,7 @@ class Preemption:
         first = min(self._live.swapped, key=rank, default=None)
         if first is not None and claim_of(first).priority > lowest:
             priority = claim_of(first).priority
-            num_blocks = blocks_for(first.num_computed + 1, self._block_size)
+            num_blocks = blocks_for(first.num_known_or_unread, self._block_size)
         elif self._live.wanted and self._live.wanted[0].priority > lowest:
             priority = self._live.wanted[0].priority
             first = None
@@ -119,6 +119,7 @@ class Preemption:
         slots = self._host_pool.allocate(num_full) if self._host_pool is not None else None
         if slots is None:
             victim.move_to(SequenceState.DONE)
+            self._live.prompts.pop(victim, None)
             self._ledger.withdraw(claim)
             plan.returned.append(victim)
             return

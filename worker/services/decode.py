@@ -48,7 +48,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def Decode(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
         self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: Context
     ) -> None:
-        """Reserve → ticket; Start and the KV → Joined; then each answer's Tokens up to its end."""
+        """Reserve → ticket; Start and the KV (or with local prefill FirstToken) → Joined; then each
+        answer's Tokens up to its end.
+        """
         if self._identity.role != "decode":
             raise wrong_role("Decode", self._identity.role)
         reserve = (await _next_command(request_iterator, "reserve")).reserve
@@ -90,7 +92,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await context.write(worker_pb2.DecodeEvent(ticket=granted))
         start = (await _next_command(commands, "start")).start
         sequences = request.sequences(start)
-        call = DecodeCall(self._engine, self._tickets, ticket, sequences, context.write)
+        call = DecodeCall(
+            self._engine,
+            self._tickets,
+            ticket,
+            sequences,
+            context.write,
+            prefills=start.local_prefill,
+        )
         await call.run(commands)
 
 

@@ -12,7 +12,7 @@ from legato.protos import worker_pb2
 from legato.worker.handoff.tickets import TicketState
 from legato.worker.mailbox import BrokenEvent, JoinedEvent, PreemptedEvent, TokenEvent
 from legato.worker.services.errors import CallError, invalid, no_usable_logits
-from legato.worker.services.messages import tokens_message
+from legato.worker.services.messages import first_token_message, tokens_message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -48,9 +48,10 @@ class DecodeCall:
     """Used on the event loop only. Whatever ends it, the engine is rid of every answer.
 
     An answer is in one of three places: it waits for the KV to land (and the ticket has a claim
-    for it), it is in the engine, or it has ended. A task for each answer passes its events on, and
-    one listens for `Stop`. gRPC takes one message at a time, and none may be broken off, so a task
-    that is writing is not cancelled while the call goes on.
+    for it), it is in the engine (from the beginning where the worker prefills), or it has ended. A
+    task for each answer passes its events on, and one listens for `Stop`. gRPC takes one message at
+    a time, and none may be broken off, so a task that is writing is not cancelled while the call
+    goes on.
     """
 
     def __init__(
@@ -60,8 +61,12 @@ class DecodeCall:
         ticket: Ticket,
         sequences: dict[int, Sequence],
         write: Write,
+        *,
+        prefills: bool = False,
     ) -> None:
-        """`sequences`: of the answers that go on, by their number; none has claim or lease yet."""
+        """`sequences`: of the answers that go on, by their number; none has claim or lease yet.
+        `prefills`: no KV comes; there is one answer, whose first token is still to be sampled.
+        """
         self._engine = engine
         self._tickets = tickets
         self._ticket = ticket
@@ -73,6 +78,8 @@ class DecodeCall:
         self._tasks: list[asyncio.Task[None]] = []
         self._turn = asyncio.Lock()  # to write
         self._joined = False
+        self._prefills = prefills
+        self._first: TokenEvent | None = None  # with `prefills`
         self._failure: Exception | None = None
         self._over = asyncio.Event()
         for _ in range(self._num_answers - len(sequences)):  # prefill gave their last token
@@ -84,11 +91,14 @@ class DecodeCall:
         Raises:
             CallError, EngineDiedError: of the first answer that failed, or of a wrong command.
         """
+        if self._prefills:
+            self._begin_prefill()
         listener = self._spawn(self._listen(commands))
         try:
-            await self._ticket.settled.wait()
-            if not self._over.is_set():
-                self._enter_engine()
+            if not self._prefills:
+                await self._ticket.settled.wait()
+                if not self._over.is_set():
+                    self._enter_engine()
             await self._over.wait()
             async with self._turn:  # what is being written goes before the status
                 if self._failure is not None:
@@ -100,6 +110,23 @@ class DecodeCall:
                 task.cancel()
             for answer in list(self._streams):
                 self._leave_engine(answer)
+
+    def _begin_prefill(self) -> None:
+        """Nothing of the prompt but what is cached has its KV here."""
+        if self._ticket.state is TicketState.CLOSED:
+            raise CallError(grpc.StatusCode.UNAVAILABLE, "the worker ended before the prefill")
+        if self._ticket.state is not TicketState.RESERVED or self._ticket.lease is not None:
+            raise CallError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"local_prefill: a transfer has begun, the ticket is {self._ticket.state.name}",
+            )
+        [(answer, sequence)] = self._landing.items()
+        place = self._tickets.prefill_here(self._ticket)
+        sequence.claim, sequence.lease = place.claim, place.lease
+        sequence.num_cached = sequence.num_computed = self._ticket.num_reused_tokens
+        self._landing.clear()
+        stream = self._streams[answer] = _Stream(sequence, self._engine.submit(sequence))
+        self._spawn(self._pass_on(answer, stream))
 
     def _enter_engine(self) -> None:
         """All in one go: while one answer steps on, another's rows must not be gone."""
@@ -162,27 +189,45 @@ class DecodeCall:
             if ends:
                 self._leave_engine(answer)  # its blocks do not wait for a slow reader
             async with self._turn:
-                for message in self._messages(answer, events):
+                for message in self._messages(answer, stream, events):
                     if stream.stopped:
                         return
                     await self._write(message)
             if isinstance(last, BrokenEvent):
                 raise no_usable_logits(last)
+            if isinstance(last, PreemptedEvent) and self._awaits_first:
+                # Nothing came of it that another attempt could go on from.
+                raise CallError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    "the prompt had to leave for want of KV blocks before its first token",
+                )
             if ends:
                 self._end(answer)
                 return
 
+    @property
+    def _awaits_first(self) -> bool:
+        return self._prefills and self._first is None
+
     def _messages(
-        self, answer: int, events: SequenceOf[EngineEvent]
+        self, answer: int, stream: _Stream, events: SequenceOf[EngineEvent]
     ) -> Iterator[worker_pb2.DecodeEvent]:
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        joins = isinstance(events[0], JoinedEvent | PreemptedEvent)
+        if self._awaits_first:
+            if not tokens:
+                return
+            self._first = first = tokens.pop(0)
+            message = first_token_message([first], stream.sequence.num_cached)
+            yield worker_pb2.DecodeEvent(first_token=message)
+            joins = first.finish_reason is None
         # Before all else, as the protocol says: also where one leaves that was in no batch yet.
-        if not self._joined and isinstance(events[0], JoinedEvent | PreemptedEvent):
+        if not self._joined and joins:
             self._joined = True
             yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
-        tokens = [event for event in events if isinstance(event, TokenEvent)]
         for start in range(0, len(tokens), MAX_TOKENS_A_MESSAGE):
             part = tokens[start : start + MAX_TOKENS_A_MESSAGE]
-            yield worker_pb2.DecodeEvent(tokens=tokens_message(answer, part))
+            yield worker_pb2.DecodeEvent(tokens=tokens_message(answer, part, self._first))
         if isinstance(events[-1], PreemptedEvent):
             preempted = worker_pb2.Preempted(
                 answer=answer, num_preemptions=events[-1].num_preemptions

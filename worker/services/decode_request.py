@@ -84,8 +84,20 @@ class DecodeRequest:
         )
 
     def sequences(self, start: worker_pb2.Start) -> dict[int, Sequence]:
-        """The answers that go on, by their number; raises CallError as `read` does."""
+        """The answers that go on, by their number; raises CallError as `read` does.
+
+        With `local_prefill` the only one, of whose rows none is computed yet.
+        """
         num_answers = self.ticket.newcomer.num_answers
+        if start.local_prefill:
+            if num_answers != 1:
+                raise invalid(f"local_prefill is set and num_answers is {num_answers}, limit 1")
+            if start.answers:
+                raise invalid(
+                    f"local_prefill is set and answers holds {len(start.answers)}, limit 0: "
+                    f"the first token is sampled here"
+                )
+            return {0: self._sequence(0, [])}
         if not start.answers:
             raise invalid("answers is empty: end the call where no answer goes on")
         sequences: dict[int, Sequence] = {}
@@ -97,19 +109,19 @@ class DecodeRequest:
                     f"({before}, {num_answers}): each once, in order"
                 )
             check_token_ids("answers.token_id", [each.token_id], self.vocab_size)
-            sequences[each.answer] = self._sequence(each.answer, each.token_id)
+            sequences[each.answer] = self._sequence(each.answer, [each.token_id])
             before = each.answer
         return sequences
 
-    def _sequence(self, answer: int, token_id: int) -> Sequence:
+    def _sequence(self, answer: int, first_token: list[int]) -> Sequence:
         """Goes on with prefill's token, whose KV is not among the rows."""
         token_ids = self.ticket.token_ids
         return Sequence(
-            token_ids=[*token_ids, token_id],
+            token_ids=[*token_ids, *first_token],
             num_prompt_tokens=self.num_prompt_tokens,
             params=self.params.for_answer(answer),
             eos_token_ids=self.eos_token_ids,
-            num_computed=len(token_ids),
+            num_computed=len(token_ids) if first_token else 0,
             block_hashes=list(self.ticket.block_hashes),
             hasher=self.hasher,
             # The router counts requests; of one request's answers the last yields first.

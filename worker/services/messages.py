@@ -20,7 +20,7 @@ _FINISH_REASONS = {
 
 
 def answer_start(event: TokenEvent) -> worker_pb2.AnswerStart:
-    """An answer's first token from prefill."""
+    """An answer's first token."""
     return worker_pb2.AnswerStart(
         token=_sampled_token(event),
         finished=event.finish_reason is not None,
@@ -28,15 +28,31 @@ def answer_start(event: TokenEvent) -> worker_pb2.AnswerStart:
     )
 
 
-def tokens_message(answer: int, events: SequenceOf[TokenEvent]) -> worker_pb2.Tokens:
-    """One answer's tokens, at least one, with its figures as of the last of them."""
+def first_token_message(events: SequenceOf[TokenEvent], num_cached: int) -> worker_pb2.FirstToken:
+    """The first tokens of all answers to one prompt, of which so many had their KV already."""
+    last = events[-1]  # all have the same figures: they come of the same step
+    return worker_pb2.FirstToken(
+        answers=[answer_start(event) for event in events],
+        wait_s=last.wait_s,
+        model_s=last.model_s,
+        prefill_forwards=last.num_forwards,
+        cached_tokens=num_cached,
+    )
+
+
+def tokens_message(
+    answer: int, events: SequenceOf[TokenEvent], first: TokenEvent | None = None
+) -> worker_pb2.Tokens:
+    """One answer's tokens, at least one, with its figures as of the last of them. `first`: of an
+    answer that was prefilled here; up to it the figures are prefill's.
+    """
     last = events[-1]
     return worker_pb2.Tokens(
         tokens=[_sampled_token(event) for event in events],
         finished=last.finish_reason is not None,
         finish_reason=_FINISH_REASONS[last.finish_reason],
-        decode_forwards=last.num_forwards,
-        model_s=last.model_s,
+        decode_forwards=last.num_forwards - (first.num_forwards if first is not None else 0),
+        model_s=last.model_s - (first.model_s if first is not None else 0.0),
         answer=answer,
         swaps=last.num_swaps,
     )

@@ -9,7 +9,7 @@ from legato.protos import worker_pb2
 from legato.worker.handoff.sender import HandoffError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.services.errors import invalid, no_usable_logits
-from legato.worker.services.messages import answer_start
+from legato.worker.services.messages import first_token_message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -109,14 +109,7 @@ class PrefillCall:
         goes_on = any(token.finish_reason is None for token in tokens)
         if goes_on and self._sequence.progress is not None:
             self._sequence.progress.confirm()
-        last = tokens[-1]  # all have the same figures: they come of the same step
-        first_token = worker_pb2.FirstToken(
-            answers=[answer_start(token) for token in tokens],
-            wait_s=last.wait_s,
-            model_s=last.model_s,
-            prefill_forwards=last.num_forwards,
-            cached_tokens=self._sequence.num_cached,
-        )
+        first_token = first_token_message(tokens, self._sequence.num_cached)
         await self._write(worker_pb2.PrefillEvent(first_token=first_token))
         if goes_on and self._handoff is not None:
             await self._tell_of_handoffs()
