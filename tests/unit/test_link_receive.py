@@ -265,9 +265,12 @@ async def test_a_commit_whose_answer_was_lost_is_answered_again() -> None:
         await link.write(link.close_bytes(message, ALL_ROWS))
         await rig.until(lambda: ticket.state is TicketState.LANDED)
         await link.cut()
-        for decoding in (False, True):
-            if decoding:
+        for state in (TicketState.LANDED, TicketState.DECODING, TicketState.CLOSED):
+            if state is TicketState.DECODING:
                 rig.room.hand_over(ticket)
+            if state is TicketState.CLOSED:
+                rig.room.book.close(ticket)
+            assert ticket.state is state
             again = await rig.greeted()
             opened = await again.ask(again.open_bytes(message, TOKENS))
             assert list(opened.landed_tokens) == [TOKENS] * LAYERS
@@ -283,7 +286,6 @@ async def test_a_commit_whose_answer_was_lost_is_answered_again() -> None:
         assert torch.equal(rig.pager.rows_of(rig.room.engine[0].lease.blocks, TOKENS), KV)
         assert (rig.counters.completed, rig.counters.failed) == (1, 0)
         rig.room.end(rig.room.engine[0])
-        rig.room.book.close(ticket)
 
 
 async def test_a_second_stream_takes_the_transfer_over() -> None:
@@ -522,7 +524,9 @@ async def test_frames_that_are_none_end_the_stream(
             await link.ok(link.open_bytes(rig.message(ticket), TOKENS))
         await link.write(message)
         code, details = await link.ended()
-        if not greeted and message.startswith(b"\x0a"):
+        if greeted and message.startswith(b"\x0a"):
+            assert (code, details) == (grpc.StatusCode.DATA_LOSS, "hello came twice")
+        elif message.startswith(b"\x0a"):
             assert (code, "hello" in details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
         else:
             assert code is grpc.StatusCode.INVALID_ARGUMENT
