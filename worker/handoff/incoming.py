@@ -15,6 +15,8 @@ from legato.worker.kv.pager import DamagedChunkError
 from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from legato.protos.kv_transfer_pb2 import KvClose
     from legato.worker.handoff.landing import LandingRecord
     from legato.worker.handoff.tickets import Ticket, TicketBook
@@ -58,6 +60,7 @@ class IncomingTransfer:
         tickets: TicketBook,
         pager: KvPager,
         counters: TransferCounters,
+        on_commit: Callable[[Ticket], None],
         *,
         num_heads: int,
     ) -> None:
@@ -67,6 +70,7 @@ class IncomingTransfer:
         self._tickets = tickets
         self._pager = pager
         self._counters = counters
+        self._on_commit = on_commit
         self._num_heads = num_heads
         self._lands = ticket.state is TicketState.LANDING
         self._num_damaged = 0
@@ -121,6 +125,7 @@ class IncomingTransfer:
         if self._lands:
             self._tickets.finish_landing(self.ticket)
             self._counters.completed += 1
+            self._on_commit(self.ticket)
         self._over = "the transfer has committed"
         return self._receipt(KvReceipt.STATUS_COMMITTED)
 
@@ -184,7 +189,7 @@ class IncomingTransfer:
         """Raises RefusedError unless this is the ticket's transfer, and not over."""
         if self._over is not None:
             raise RefusedError(f"{message}: {self._over}")
-        if self.ticket.state is TicketState.CLOSED:
+        if self._lands and self.ticket.state is TicketState.CLOSED:
             raise RefusedError(f"{message}: the ticket is closed")
         if attempt != self.ticket.key.attempt:
             raise RefusedError(

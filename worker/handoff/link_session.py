@@ -49,7 +49,7 @@ class BadFrameError(Exception):
 
 
 class LostFrameError(Exception):
-    """A frame is missing in the sequence."""
+    """A frame is missing in the sequence, or came twice."""
 
 
 class SilenceError(Exception):
@@ -210,6 +210,8 @@ class LinkSession:
                 self._hold(close.sequence, 0, None, partial(self._close, close, transfer))
             case "beat":
                 pass
+            case "hello":
+                raise LostFrameError("hello came twice")
             case other:
                 raise BadFrameError(f"frame is {other}, open, rows, close or beat is expected now")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from legato.worker.handoff.incoming import IncomingTransfer, Landing, RefusedError
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.identity import Identity
     from legato.worker.kv.pager import KvPager
+
+
+# A sender that has not heard of its commit asks again within its silence and its patience; by then
+# the request may be over.
+_COMMITTED_FOR_S = 10.0
 
 
 class KvReceiver:
@@ -32,6 +38,8 @@ class KvReceiver:
         self._identity = identity
         self._tickets = tickets
         self._pager = pager
+        # Tickets whose KV came, the oldest first; when each may be forgotten.
+        self._committed: dict[int, tuple[float, Ticket]] = {}
 
     def check(self, hello: KvHello) -> None:
         """Raises RefusedError naming the first field that does not fit."""
@@ -75,6 +83,7 @@ class KvReceiver:
             self._tickets,
             self._pager,
             self.counters,
+            self._note_commit,
             num_heads=shape.num_kv_heads,
         )
         return landing.transfer
@@ -86,6 +95,8 @@ class KvReceiver:
                 f"open: ticket.worker_id is {wanted.worker_id!r}, this worker is {self.worker_id!r}"
             )
         ticket = self._tickets.find(wanted.epoch)
+        if ticket is None and wanted.epoch in self._committed:
+            ticket = self._committed[wanted.epoch][1]
         if ticket is None:
             raise RefusedError(f"open: ticket.epoch {wanted.epoch} is not open on this worker")
         key = AttemptKey(wanted.key.request_id, wanted.key.attempt)
@@ -97,3 +108,11 @@ class KvReceiver:
                 f"the ticket is for {ticket.num_handoff_tokens}"
             )
         return ticket
+
+    def _note_commit(self, ticket: Ticket) -> None:
+        now_s = time.monotonic()
+        for epoch, (until_s, _) in list(self._committed.items()):
+            if until_s > now_s:
+                break
+            del self._committed[epoch]
+        self._committed[ticket.epoch] = now_s + _COMMITTED_FOR_S, ticket
