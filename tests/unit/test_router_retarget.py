@@ -1,4 +1,4 @@
-"""A decode worker lost before it has begun: the KV goes to another one, without a second prefill."""
+"""A decode worker lost before it began: the KV goes to another one, without a second prefill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def asked(decodes: list[FakeWorker]) -> FakeWorker:
 async def test_a_lost_decode_worker_costs_no_second_prefill(loss: str, moment: str) -> None:
     prefill, decodes = FakeWorker("prefill"), [FakeWorker("decode"), FakeWorker("decode")]
     if moment == "prefill":
-        prefill.prefill_s = 1.0 if loss == "hangs" else 0.3
+        prefill.prefill_s = 2.0 if loss == "hangs" else 0.3  # until its silence is noticed
     else:
         prefill.faults.hold_handoff = True
     async with Service([prefill], decodes, worker_silence_s=0.4) as service:
