@@ -40,7 +40,8 @@ class PrefillWorkerStub:
     over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
     HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
     the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
-    Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+    Nothing commits before the first token is known, nor where it ends every answer or the logits
+    are broken.
     Cancelling the call stops the work at the next step and frees the blocks; that the router ends
     its side alone does not.
     """
@@ -53,7 +54,8 @@ class PrefillWorkerAsyncStub(PrefillWorkerStub):
     over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
     HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
     the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
-    Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+    Nothing commits before the first token is known, nor where it ends every answer or the logits
+    are broken.
     Cancelling the call stops the work at the next step and frees the blocks; that the router ends
     its side alone does not.
     """
@@ -69,7 +71,8 @@ class PrefillWorkerServicer(metaclass=_abc_1.ABCMeta):
         over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
         HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
         the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
-        Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+        Nothing commits before the first token is known, nor where it ends every answer or the logits
+        are broken.
         Cancelling the call stops the work at the next step and frees the blocks; that the router ends
         its side alone does not.
         """

@@ -42,9 +42,12 @@ class Faults:
     refuse_rows: int | None = None  # so many rows at the end, or more: RESOURCE_EXHAUSTED
     fail_prefills: int = 0  # so many prefills: INTERNAL before the first token
     fail_handoffs: int = 0  # so many hand-offs: HandoffFailed by this prefill worker
+    cut_handoffs: int = 0  # so many hand-offs: HandoffFailed, for the decode worker is lost
     skip_index: int | None = None  # decode leaves this token out
     end_at: int | None = None  # decode ends its stream, without an error, before this token
     hold_handoff: bool = False  # the KV never arrives
+    hold_joining: bool = False  # decode never begins
+    late_retarget: bool = False  # it crosses the word that the hand-off is done
     lose_finish: bool = False  # decode sends every token, and never the word that it was the end
     break_at: int | None = None  # no usable logits for this token, in prefill or decode
     cut_short_at: int | None = None  # decode finishes as CANCELLED before this token
@@ -71,6 +74,25 @@ class Attempt:
         for answer, count in self.num_tokens.items():
             ends[answer] = rows + max(1, count)
         return shared + sum(-(-end // block_size) - shared for end in ends)
+
+
+@dataclass
+class Target:
+    """Where the KV of a Prefill call is to go."""
+
+    ticket: worker_pb2.KvTicket
+    address: str
+    seen: list[worker_pb2.Retarget]
+    num_retargets: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def follow(self, commands: AsyncIterator[worker_pb2.PrefillCommand]) -> None:
+        async for command in commands:
+            self.seen.append(command.retarget)
+            self.ticket = command.retarget.ticket
+            self.address = command.retarget.decode_address
+            self.num_retargets += 1
+            self.changed.set()
 
 
 @dataclass
@@ -111,10 +133,15 @@ class FakeWorker(
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
         self.weights = "float32"
-        self.protocol_version = 2
+        self.protocol_version = 3
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
         self.reused_tokens = 0  # rows of a hand-off that are said to be there already
+        self.cached_tokens = 0  # of each prompt, by this worker's word
+        self.local_prefill_token_s = 0.0
+        self.keep_s = 5.0  # KV whose decode worker was lost
+        self.retargets: list[worker_pb2.Retarget] = []
+        self.starts: list[worker_pb2.Start] = []
         self.open_calls = 0
         self.prefills: list[worker_pb2.PrefillRequest] = []
         self.reserves: list[worker_pb2.Reserve] = []
@@ -170,9 +197,14 @@ class FakeWorker(
     # --- prefill ------------------------------------------------------------------------------
 
     async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterator[worker_pb2.PrefillCommand],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        request = (await anext(request_iterator)).request
         self.prefills.append(request)
+        target = Target(request.ticket, request.decode_address, self.retargets)
+        listening = asyncio.create_task(target.follow(request_iterator))
         blocks = -(-len(request.token_ids) // self.block_size)
         self.open_calls += 1
         self._prefilling_blocks += blocks
@@ -184,42 +216,80 @@ class FakeWorker(
             index = len(request.token_ids) - request.num_prompt_tokens
             if index == self.faults.break_at:
                 await context.abort(grpc.StatusCode.INTERNAL, "NaN", (NEVER_RETRY,))
-            finish = self._finish_reason(index, request.sampling)
-            first = worker_pb2.FirstToken(wait_s=0.001, model_s=0.002, prefill_forwards=1)
-            for answer in range(request.num_answers):
-                first.answers.add(
-                    token=self._sample(request, index, request.sampling.seed + answer),
-                    finished=finish != common_pb2.FINISH_REASON_UNSPECIFIED,
-                    finish_reason=finish,
-                )
+            first = self._first_token(request, request.num_answers)
             yield worker_pb2.PrefillEvent(first_token=first)
-            if finish == common_pb2.FINISH_REASON_UNSPECIFIED and request.HasField("ticket"):
-                yield await self._hand_off(request)
+            if first.answers[0].finished or not request.HasField("ticket"):
+                return
+            while True:
+                event = await self._hand_off(request, target)
+                yield event
+                if not event.handoff_failed.decode_lost:
+                    return
+                try:
+                    async with asyncio.timeout(self.keep_s):
+                        while event.handoff_failed.num_retargets == target.num_retargets:
+                            target.changed.clear()
+                            await target.changed.wait()
+                except TimeoutError:
+                    return
         finally:
+            listening.cancel()
             self._prefilling_blocks -= blocks
             self.open_calls -= 1
 
-    async def _hand_off(self, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillEvent:
+    def _first_token(
+        self, request: worker_pb2.PrefillRequest | worker_pb2.Reserve, num_answers: int
+    ) -> worker_pb2.FirstToken:
+        index = len(request.token_ids) - request.num_prompt_tokens
+        finish = self._finish_reason(index, request.sampling)
+        first = worker_pb2.FirstToken(
+            wait_s=0.001, model_s=0.002, prefill_forwards=1, cached_tokens=self.cached_tokens
+        )
+        for answer in range(num_answers):
+            first.answers.add(
+                token=self._sample(request, index, request.sampling.seed + answer),
+                finished=finish != common_pb2.FINISH_REASON_UNSPECIFIED,
+                finish_reason=finish,
+            )
+        return first
+
+    async def _hand_off(
+        self, request: worker_pb2.PrefillRequest, target: Target
+    ) -> worker_pb2.PrefillEvent:
+        """One to a worker that is gone tells of it; a Retarget begins anew."""
         await self._pause(self.handoff_s)
-        while self.faults.hold_handoff:  # noqa: ASYNC110  # a plain flag is easier on tests
+        while (  # noqa: ASYNC110  # a plain flag is easier on tests
+            self.faults.hold_handoff and target.address in BY_ADDRESS
+        ):
             await asyncio.sleep(0.005)
-        failed = worker_pb2.HandoffFailed
+        if self.faults.late_retarget:
+            self.faults.late_retarget = False
+            await target.changed.wait()
+            return worker_pb2.PrefillEvent(handoff_done=worker_pb2.HandoffDone())
+        count = target.num_retargets
+        failed = worker_pb2.HandoffFailed(num_retargets=count)
         if self.faults.fail_handoffs > 0:
             self.faults.fail_handoffs -= 1
-            return worker_pb2.PrefillEvent(handoff_failed=failed(reason="the link broke"))
-        decode = BY_ADDRESS.get(request.decode_address)
-        attempt = decode._attempts.get(request.ticket.epoch) if decode is not None else None
+            failed.reason = "the link broke"
+            return worker_pb2.PrefillEvent(handoff_failed=failed)
+        if self.faults.cut_handoffs > 0:
+            self.faults.cut_handoffs -= 1
+            failed.decode_lost, failed.reason = True, "the decode worker answers nothing"
+            return worker_pb2.PrefillEvent(handoff_failed=failed)
+        decode = BY_ADDRESS.get(target.address)
+        attempt = decode._attempts.get(target.ticket.epoch) if decode is not None else None
         if attempt is None or decode is None:
-            return worker_pb2.PrefillEvent(
-                handoff_failed=failed(decode_lost=True, reason="no such ticket")
-            )
+            failed.decode_lost, failed.reason = True, "no such ticket"
+            return worker_pb2.PrefillEvent(handoff_failed=failed)
         assert attempt.reserve.token_ids == request.token_ids, "the KV is another's"
+        assert attempt.reserve.key == target.ticket.key
         attempt.landed.set()
         return worker_pb2.PrefillEvent(
             handoff_done=worker_pb2.HandoffDone(
                 kv_bytes=len(request.token_ids) * KV_BYTES_PER_TOKEN,
                 transfer_s=0.003,
                 reused_tokens=decode.reused_tokens,
+                num_retargets=count,
             )
         )
 
@@ -245,11 +315,26 @@ class FakeWorker(
                     epoch=epoch,
                     worker_id=self.worker_id,
                     blocks=attempt.num_blocks(self.block_size),
+                    cached_tokens=self.cached_tokens,
                 )
             )
             start = (await anext(request_iterator)).start
+            self.starts.append(start)
             listening = asyncio.create_task(self._listen(request_iterator, attempt))
-            await attempt.landed.wait()
+            if start.local_prefill:
+                assert attempt.reserve.num_answers == 1
+                assert not start.answers
+                await self._pause(self.prefill_s)
+                first = self._first_token(attempt.reserve, 1)
+                yield worker_pb2.DecodeEvent(first_token=first)
+                if first.answers[0].finished:
+                    return
+                token_id = first.answers[0].token.token_id
+                start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=token_id)])
+            else:
+                await attempt.landed.wait()
+            while self.faults.hold_joining:  # noqa: ASYNC110  # a plain flag is easier on tests
+                await asyncio.sleep(0.005)
             await self._pause(0)
             yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
             async for event in self._steps(start, attempt):
@@ -394,6 +479,7 @@ class FakeWorker(
                     free_blocks=self.total_blocks - self.used_blocks,
                     held_blocks=self.used_blocks,
                     running=self.open_calls,
+                    local_prefill_token_s=self.local_prefill_token_s,
                 ),
             )
             await asyncio.sleep(0.02)

@@ -123,6 +123,8 @@ class Service:
     ) -> None:
         self.prefills, self.decodes = list(prefills), list(decodes)
         self.control = FakeControl()
+        # Whether the local way is the cheaper one is measured: off, unless the test is of it.
+        options.setdefault("local_prefill_tokens", 0)
         self.options = RouterOptions(port=0, **options)
 
     @property

@@ -321,7 +321,7 @@ async def test_a_gap_in_the_indices_is_an_internal_error_and_no_token_follows_it
         ({"weights": "int8+float32"}, "weights is 'int8+float32', expected 'float32'"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16', expected 'float32'"),
         ({"num_kv_heads": 2}, "kv_layout.num_kv_heads is 2, expected 1"),
-        ({"protocol_version": 1}, "protocol_version is 1, expected 2"),
+        ({"protocol_version": 1}, "protocol_version is 1, expected 3"),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_refused_naming_the_field(
