@@ -243,9 +243,9 @@ def test_what_lands_is_what_was_checked(path: str, monkeypatch: pytest.MonkeyPat
     def scribble() -> None:
         last = slot[1, 511]
         while not stop.is_set():
-            last.fill_(2.0)
-            last.fill_(1.0)
-            time.sleep(20e-6)  # lets the other have the interpreter
+            for value in (2.0, 1.0):
+                last.fill_(value)
+                time.sleep(20e-6)  # lets the other have the interpreter
 
     thread = threading.Thread(target=scribble)
     thread.start()
