@@ -26,7 +26,7 @@ async def _answer_all(messages: AsyncIterator[bytes], context: Any) -> None:  # 
 
 def stream_handler() -> grpc.RpcMethodHandler[Any, Any]:
     """Answers each message with a few bytes."""
-    return grpc.stream_stream_rpc_method_handler(_answer_all)  # type: ignore[arg-type]  # the stub knows generators only
+    return grpc.stream_stream_rpc_method_handler(_answer_all)
 
 
 STREAM_HANDLERS = {_STREAM: stream_handler()}

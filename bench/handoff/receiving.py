@@ -73,7 +73,7 @@ def _json_handler(
     async def handle(message: bytes, _context: object) -> bytes:
         return json.dumps(await answer(json.loads(message))).encode()
 
-    return grpc.unary_unary_rpc_method_handler(handle)  # type: ignore[arg-type]  # the stub knows no coroutines
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 async def _serve(dtype: str, kv_memory_bytes: int) -> None:

@@ -21,5 +21,5 @@ def rows_digest(cache: KvCache, blocks: Sequence[int], num_tokens: int) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for layer in cache.layers:
         for rows in (layer.k, layer.v):
-            digest.update(rows[slots].contiguous().view(torch.uint8).numpy())
+            digest.update(rows[slots].contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

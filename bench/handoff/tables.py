@@ -62,8 +62,9 @@ def exposed_table(exposed: Sequence[Exposed]) -> str:
     ]
     lines += [
         f"  {run.prompt_tokens:>8}{run.kv_bytes / 1e6:>8.1f}"
-        f"{run.prefill_model_s.median * 1e3:>12.0f}{run.decode_step_s.median * 1e3:>9.1f}{run.handoff_s.median * 1e3:>13.1f}"
-        f"{run.exposed_s.median * 1e3:>12.1f}   {run.exposed_of_prefill}"
+        f"{run.prefill_model_s.median * 1e3:>12.0f}{run.decode_step_s.median * 1e3:>9.1f}"
+        f"{run.handoff_s.median * 1e3:>13.1f}{run.exposed_s.median * 1e3:>12.1f}"
+        f"   {run.exposed_of_prefill}"
         for run in exposed
     ]
     return "\n".join(lines)
