@@ -59,13 +59,17 @@ class Placement:
         self.prefill_share.release()
         self.wake()
 
-    def release(self) -> None:
-        """Gives back what is still held of both workers. Idempotent."""
+    def give_up_decode(self) -> None:
+        """The decode worker is lost to the attempt, or took it not; prefill goes on. Idempotent."""
         self.settle()
-        self.prefill_share.release()
         if self.decode_share is not None:
             self.decode_share.release()
         self.wake()
+
+    def release(self) -> None:
+        """Gives back what is still held of both workers. Idempotent."""
+        self.prefill_share.release()
+        self.give_up_decode()
 
 
 class Entry:
@@ -80,6 +84,7 @@ class Entry:
         self.waiting_since = now  # of the present wait
         self.demand = Demand(prefill_tokens=0, decode_tokens=0)
         self.placed: asyncio.Future[Placement] | None = None
+        self.keeps: Placement | None = None  # only another decode worker is wanted
         self.asking: str | None = None  # the decode worker that has yet to grant its ticket
         self.has_asked = False  # it comes back to the queue, and stands before others there
         self.kept_free: dict[Role, str] = {}  # workers that drain for it, once it is overdue
@@ -124,15 +129,19 @@ class Admission:
         self._arrivals += num_answers
         return [Entry(first + index, now) for index in range(num_answers)]
 
-    async def place(self, entry: Entry, demand: Demand, *, first: bool) -> Placement:
+    async def place(
+        self, entry: Entry, demand: Demand, *, first: bool, keep: Placement | None = None
+    ) -> Placement:
         """Waits until workers have room for `demand`; the caller releases the placement.
 
         `first` is false where work on the request has begun: then the queue's bounds do not apply.
+        `keep`: an attempt under way whose decode worker was given up; its prefill worker, and its
+        share of it, are the new placement's too.
 
         Raises:
             RequestError: RESOURCE_EXHAUSTED, the queue is full; UNAVAILABLE, no worker can take it.
         """
-        entry.demand, entry.waiting_since = demand, self._now()
+        entry.demand, entry.waiting_since, entry.keeps = demand, self._now(), keep
         entry.placed = asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         try:
@@ -148,6 +157,7 @@ class Admission:
                 self.wake()
             raise
         finally:
+            entry.keeps = None
             if entry in self._waiting:
                 self._waiting.remove(entry)
 
@@ -169,9 +179,10 @@ class Admission:
         self._refuse_hopeless(now)
         prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
         decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
+        any_keeps = any(entry.keeps is not None for entry in self._waiting)
         smallest_blocked: Demand | None = None
         for entry in self._in_order(now):
-            if not any(w.free_blocks for w in prefills.values()):
+            if not any_keeps and not any(w.free_blocks for w in prefills.values()):
                 break  # nobody can start
             demand = entry.demand
             overdue = now - entry.arrived_at >= self._options.max_passed_over_s
@@ -179,13 +190,16 @@ class Admission:
                 if overdue and entry.asking is not None:
                     _close_kept(entry, decodes)
                 continue
-            passes = smallest_blocked is None or may_pass(smallest_blocked, demand)
+            keeps = entry.keeps is not None
+            needs = replace(demand, prefill_tokens=0) if keeps else demand
+            passes = smallest_blocked is None or may_pass(smallest_blocked, needs)
             if not passes and not overdue:
                 continue
-            prefill = pick_prefill(demand, prefills.values())
+            prefill = None if keeps else pick_prefill(demand, prefills.values())
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
-            fits = prefill is not None and (decode is not None or not demand.decode_tokens)
-            if prefill is not None and fits and passes:
+            has_prefill = prefill is not None or keeps
+            fits = has_prefill and (decode is not None or not demand.decode_tokens)
+            if fits and passes:
                 self._start(entry, prefill, decode, now)
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
                     view = self._pool.view(picked.worker_id) if picked is not None else None
@@ -195,7 +209,7 @@ class Admission:
                     _close_kept(entry, decodes)
             elif overdue:
                 # Also where it has room and only may not pass a younger, interactive one.
-                if prefill is None or not demand.decode_tokens:
+                if not has_prefill or not demand.decode_tokens:
                     self._keep_free(entry, "prefill", prefills)
                 if demand.decode_tokens and (decode is None or fits):
                     self._keep_free(entry, "decode", decodes)
@@ -220,11 +234,20 @@ class Admission:
         )
 
     def _start(
-        self, entry: Entry, prefill: WorkerSnapshot, decode: WorkerSnapshot | None, now: float
+        self,
+        entry: Entry,
+        prefill: WorkerSnapshot | None,
+        decode: WorkerSnapshot | None,
+        now: float,
     ) -> None:
-        prefill_view = self._pool.view(prefill.worker_id)
+        """`prefill` is None where the entry keeps one."""
         decode_view = self._pool.view(decode.worker_id) if decode is not None else None
-        assert prefill_view is not None, "snapshots are taken from the pool within one dispatch"
+        if entry.keeps is not None:
+            prefill_view, prefill_share = entry.keeps.prefill, entry.keeps.prefill_share
+        else:
+            view = self._pool.view(prefill.worker_id) if prefill is not None else None
+            assert view is not None, "snapshots are taken from the pool within one dispatch"
+            prefill_view, prefill_share = view, PrefillShare(view, entry.demand)
         assert entry.placed is not None, "only waiting entries are started"
         self._start_interval_s += 0.1 * (now - self._last_start_at - self._start_interval_s)
         self._last_start_at = now
@@ -236,7 +259,7 @@ class Admission:
             Placement(
                 demand=entry.demand,
                 prefill=prefill_view,
-                prefill_share=PrefillShare(prefill_view, entry.demand),
+                prefill_share=prefill_share,
                 decode=decode_view,
                 decode_share=DecodeShare(decode_view, entry.demand)
                 if decode_view is not None
@@ -270,6 +293,8 @@ class Admission:
             empty_since = self._pool.empty_since[role]
             for entry in tuple(self._waiting):
                 if role == "decode" and not entry.demand.decode_tokens:
+                    continue
+                if role == "prefill" and entry.keeps is not None:
                     continue
                 if entry.placed is None or entry.placed.done():
                     continue

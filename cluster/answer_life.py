@@ -126,6 +126,9 @@ class AnswerLife:
         await self.send(response)
 
 
+Group = dict[int, AnswerLife]  # served together, by their number in the calls to the workers
+
+
 class DecodeFigures:
     """Adds to an answer's figures what a decode worker counts from the attempt's start."""
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Admission = Literal["expected", "reserve"]
-# As `legato.worker.config.WEIGHTS`, which says what they are.
+# As in `legato.worker.config`, which says what they are.
+KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHTS = (
     "auto",
     "keep",
@@ -26,6 +27,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache: str = "auto"
+    kv_wire: str = "same"
     deterministic: bool = False
     weights: str = "auto"
     kv_memory_bytes: int = 1 << 30
@@ -60,6 +62,9 @@ class RouterOptions:
     max_passed_over_s: float = 2.0
     # No worker of a role for this long: a request that needs one fails with UNAVAILABLE.
     worker_wait_s: float = 30.0
+    # Prompt tokens without KV on the decode worker that it may compute itself, where that costs
+    # less than prefill elsewhere and the hand-off; 0 is off.
+    local_prefill_tokens: int = 128
 
 
 @dataclass(frozen=True)

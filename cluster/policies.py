@@ -17,6 +17,9 @@ PREFILL_BACKLOG_TOKENS = 4096
 # A batch request that has waited this long counts as interactive from then on, here and on the
 # workers, so that a steady stream of those cannot keep it out for ever.
 BATCH_AGEING_S = 10.0
+# A decode worker that has not measured yet what computing a prompt's token costs it: its steps are
+# short and batches of one prompt, so each weighs more than on a prefill worker.
+ASSUMED_LOCAL_FACTOR = 4.0
 
 
 @dataclass(frozen=True)
@@ -177,3 +180,32 @@ def counts_as_batch(*, batch: bool, waited_s: float) -> bool:
 def queue_rank(*, batch: bool, waited_s: float, arrival: int) -> tuple[int, int]:
     """The order of the queue: interactive before batch, first come first served within each."""
     return (int(counts_as_batch(batch=batch, waited_s=waited_s)), arrival)
+
+
+@dataclass(frozen=True)
+class PrefillCosts:
+    """What the ways to an answer's first step cost, as measured; None: not measured of late."""
+
+    remote_overhead_s: float | None  # from the ticket to the batch, without queue and model
+    remote_token_s: float | None  # of a prefill worker's model, for each token that it computes
+    local_token_s: float | None  # of the decode worker that granted the ticket
+
+
+def prefills_locally(
+    num_uncached: int, backlog_tokens: int, costs: PrefillCosts, max_tokens: int
+) -> bool:
+    """Whether the decode worker computes the rest of a prompt itself, between its decode steps.
+
+    Where it costs no more than the remote way: the tokens that wait at the prefill worker, these
+    ones, and the hand-off. `num_uncached`: tokens whose KV the decode worker lacks; all but the
+    last may be there, and that one is computed in any case. `max_tokens` bounds what the streams
+    that run there are made to wait; 0 is off. What was not measured goes the remote way.
+    """
+    num_computed = max(1, num_uncached)
+    if num_computed > max_tokens or costs.remote_overhead_s is None or costs.remote_token_s is None:
+        return False
+    local_token_s = costs.local_token_s
+    if local_token_s is None:
+        local_token_s = ASSUMED_LOCAL_FACTOR * costs.remote_token_s
+    remote_s = (backlog_tokens + num_computed) * costs.remote_token_s + costs.remote_overhead_s
+    return num_computed * local_token_s <= remote_s

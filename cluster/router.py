@@ -18,6 +18,7 @@ from legato.cluster.answer_life import AnswerLife
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.pool_view import PoolView
+from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.text.answer_text import AnswerText
@@ -101,6 +102,7 @@ class Router:
             control, worker_silence_s=options.worker_silence_s, on_change=self._on_change
         )
         self.admission = Admission(options, self.pool)
+        self._costs = PrefillCostBook()
         self._parse = parse
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
@@ -239,6 +241,8 @@ class Router:
             ],
             admission=self.admission,
             pool=self.pool,
+            costs=self._costs,
+            local_prefill_tokens=self.options.local_prefill_tokens,
             max_attempts=self.options.max_attempts,
             seconds_left=lambda: max(0.001, deadline - time.monotonic()),
             on_end=lambda: self._forget(life),

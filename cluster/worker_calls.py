@@ -39,6 +39,10 @@ class RefusedError(AttemptEndedError):
     """The worker does not take the request: it drains, or is too small."""
 
 
+class KvGoneError(AttemptEndedError):
+    """The prefill worker did not keep the KV of an attempt whose decode worker was lost."""
+
+
 class WorkerFailedError(AttemptEndedError):
     """The worker is lost, or failed at this request."""
 
@@ -89,6 +93,28 @@ class _Call:
         self.view.calls.discard(self._base)
         self._base.cancel()
 
+    def _check(
+        self, event: worker_pb2.PrefillEvent | worker_pb2.DecodeEvent, *expected: str
+    ) -> None:
+        if event.WhichOneof("event") not in expected:
+            raise WorkerFaultError(
+                f"worker {self.view.worker_id} sent {event.WhichOneof('event')}, "
+                f"expected {' or '.join(expected)}"
+            )
+
+    def _first_token(
+        self, event: worker_pb2.PrefillEvent | worker_pb2.DecodeEvent, num_answers: int
+    ) -> worker_pb2.FirstToken:
+        first = event.first_token
+        if len(first.answers) != num_answers:
+            raise WorkerFaultError(
+                f"worker {self.view.worker_id} began {len(first.answers)} answers "
+                f"where {num_answers} were asked for"
+            )
+        if any(a.finish_reason == common_pb2.FINISH_REASON_CANCELLED for a in first.answers):
+            raise WorkerFailedError(self.view, "it ended the sequence early")
+        return first
+
     async def _guard(self, step: Awaitable[T]) -> T:
         """Awaits one read or write; turns what may go wrong into the exceptions above."""
         try:
@@ -116,13 +142,25 @@ class _Call:
 
 
 class PrefillCall(_Call):
-    """The prompt's way through a prefill worker."""
+    """The prompt's way through a prefill worker, and its KV's way out of it."""
 
-    def __init__(
-        self, view: WorkerView, request: worker_pb2.PrefillRequest, timeout_s: float
-    ) -> None:
-        self._call = view.prefill.Prefill(request, timeout=timeout_s)
+    def __init__(self, view: WorkerView, timeout_s: float) -> None:
+        self._call = view.prefill.Prefill(timeout=timeout_s)
         super().__init__(view, self._call)
+
+    async def begin(self, request: worker_pb2.PrefillRequest) -> None:
+        """Raises:
+        WorkerFailedError: lost.
+        """
+        await self._guard(self._call.write(worker_pb2.PrefillCommand(request=request)))
+
+    async def retarget(self, ticket: worker_pb2.KvTicket, address: str) -> None:
+        """The KV is to go to another decode worker. Where this one is lost, or was done, the next
+        `handoff` says so.
+        """
+        retarget = worker_pb2.Retarget(ticket=ticket, decode_address=address)
+        with contextlib.suppress(AttemptEndedError, WorkerFaultError):
+            await self._guard(self._call.write(worker_pb2.PrefillCommand(retarget=retarget)))
 
     async def first_token(self, num_answers: int) -> worker_pb2.FirstToken:
         """Waits for the prompt's turn and its forward pass; a token for each of the answers.
@@ -130,37 +168,26 @@ class PrefillCall(_Call):
         Raises:
             WorkerFailedError: lost, or it ended an answer early.
         """
-        first = (await self._next("first_token")).first_token
-        if len(first.answers) != num_answers:
-            raise WorkerFaultError(
-                f"worker {self.view.worker_id} began {len(first.answers)} answers "
-                f"where {num_answers} were asked for"
-            )
-        if any(a.finish_reason == common_pb2.FINISH_REASON_CANCELLED for a in first.answers):
-            raise WorkerFailedError(self.view, "it ended the sequence early")
-        return first
+        return self._first_token(await self._next("first_token"), num_answers)
 
-    async def handoff(self, decode: WorkerView) -> worker_pb2.HandoffDone:
-        """Waits until `decode` has the KV.
+    async def handoff(self) -> worker_pb2.HandoffDone | worker_pb2.HandoffFailed | None:
+        """What comes next of the hand-off; None: the worker has ended the call, all is well with it
+        but it holds the KV no more.
 
         Raises:
-            WorkerFailedError: the hand-off failed; names the side whose fault it was.
+            WorkerFailedError: lost.
         """
-        event = await self._next("handoff_done", "handoff_failed")
-        if event.HasField("handoff_failed"):
-            blamed = decode if event.handoff_failed.decode_lost else self.view
-            raise WorkerFailedError(blamed, f"hand-off failed: {event.handoff_failed.reason}")
-        return event.handoff_done
+        event = await self._guard(self._call.read())
+        if not isinstance(event, worker_pb2.PrefillEvent):
+            return None
+        self._check(event, "handoff_done", "handoff_failed")
+        return event.handoff_done if event.HasField("handoff_done") else event.handoff_failed
 
     async def _next(self, *expected: str) -> worker_pb2.PrefillEvent:
         event = await self._guard(self._call.read())
         if not isinstance(event, worker_pb2.PrefillEvent):
             raise WorkerFailedError(self.view, f"its stream ended before {expected[0]}")
-        if event.WhichOneof("event") not in expected:
-            raise WorkerFaultError(
-                f"worker {self.view.worker_id} sent {event.WhichOneof('event')}, "
-                f"expected {' or '.join(expected)}"
-            )
+        self._check(event, *expected)
         return event
 
 
@@ -192,6 +219,16 @@ class DecodeCall(_Call):
         )
         await self._guard(self._call.write(worker_pb2.DecodeCommand(start=start)))
 
+    async def start_locally(self) -> worker_pb2.FirstToken:
+        """The worker is to compute the prompt itself; waits for its only answer's first token.
+
+        Raises:
+            WorkerFailedError: lost, or it ended the answer early.
+        """
+        start = worker_pb2.Start(local_prefill=True)
+        await self._guard(self._call.write(worker_pb2.DecodeCommand(start=start)))
+        return self._first_token(await self._next("first_token"), 1)
+
     async def joined(self) -> None:
         """Waits until the first of the answers is in the batch."""
         await self._next("joined")
@@ -220,9 +257,5 @@ class DecodeCall(_Call):
         event = await self._guard(self._call.read())
         if not isinstance(event, worker_pb2.DecodeEvent):
             raise WorkerFailedError(self.view, f"its stream ended before {expected[0]}")
-        if event.WhichOneof("event") not in expected:
-            raise WorkerFaultError(
-                f"worker {self.view.worker_id} sent {event.WhichOneof('event')}, "
-                f"expected {' or '.join(expected)}"
-            )
+        self._check(event, *expected)
         return event

@@ -28,3 +28,13 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def dequantize_rows(rows: Tensor, scales: Tensor) -> Tensor:
     """The inverse, in fp32."""
     return rows.float() * scales[..., None]
+
+
+def convert_rows(
+    rows: Tensor, scales: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """rows [..., head_dim], 8-bit ones with scales [...], as `dtype`; bit for bit if it is theirs."""
+    if rows.dtype == dtype:
+        return rows, scales
+    wide = rows.float() if scales is None else dequantize_rows(rows, scales)
+    return quantize_rows(wide, dtype) if dtype in LARGEST else (wide.to(dtype), None)

@@ -149,6 +149,18 @@ def launch(
     _run(_buffer(_encode(name, tensors, sizes, scalars)), 1, num_threads)
 
 
+@cache
+def direct(name: str, result: type[ctypes._SimpleCData[int]], *arguments: type) -> ctypes._CFuncPtr:
+    """The C function `name`, to be called as it is: by the caller's thread alone, without the
+    interpreter lock, and without waiting for a program that runs.
+    """
+    library = _library()
+    assert library is not None, "called without a library"
+    function = library[1][name]  # an object of its own: attributes are shared
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
 def _encode(
     name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], scalars: Sequence[float]
 ) -> bytes:

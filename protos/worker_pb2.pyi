@@ -141,7 +141,8 @@ Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
 @_typing.final
 class Retarget(_message.Message):
     """The KV is to go to another decode worker; what was sent to the one before is void. Allowed at any
-    time before HandoffDone.
+    time before HandoffDone, where the Request had a ticket. One that crosses HandoffDone comes too
+    late: the blocks are free.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -266,20 +267,24 @@ class HandoffDone(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RETARGETS_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     transfer_s: _builtins.float
     reused_tokens: _builtins.int
     """Of the tokens, those whose KV the decode worker had already: it was not sent."""
+    num_retargets: _builtins.int
+    """Of this call, so many Retargets had come: this is about the ticket of the last of them."""
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
         transfer_s: _builtins.float = ...,
         reused_tokens: _builtins.int = ...,
+        num_retargets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "reused_tokens", b"reused_tokens", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "num_retargets", b"num_retargets", "reused_tokens", b"reused_tokens", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,18 +296,22 @@ class HandoffFailed(_message.Message):
 
     DECODE_LOST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NUM_RETARGETS_FIELD_NUMBER: _builtins.int
     decode_lost: _builtins.bool
     """True where the decode side refused or was lost; false where this worker failed."""
     reason: _builtins.str
+    num_retargets: _builtins.int
+    """As in HandoffDone."""
     def __init__(
         self,
         *,
         decode_lost: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        num_retargets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_lost", b"decode_lost", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_lost", b"decode_lost", "num_retargets", b"num_retargets", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

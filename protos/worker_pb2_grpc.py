@@ -34,9 +34,9 @@ class PrefillWorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
+        self.Prefill = channel.stream_stream(
                 '/legato.v1.PrefillWorker/Prefill',
-                request_serializer=legato_dot_protos_dot_worker__pb2.PrefillRequest.SerializeToString,
+                request_serializer=legato_dot_protos_dot_worker__pb2.PrefillCommand.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_worker__pb2.PrefillEvent.FromString,
                 _registered_method=True)
 
@@ -44,10 +44,14 @@ class PrefillWorkerStub:
 class PrefillWorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Prefill(self, request, context):
+    def Prefill(self, request_iterator, context):
         """Computes the prompt's KV, samples the first token, and, if a ticket is given, hands the KV
-        over. Events in order: FirstToken, then (with a ticket) HandoffDone or HandoffFailed.
-        Cancelling the call stops the work at the next step and frees the blocks.
+        over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
+        HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
+        the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
+        Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+        Cancelling the call stops the work at the next step and frees the blocks; that the router ends
+        its side alone does not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,9 +60,9 @@ class PrefillWorkerServicer:
 
 def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
+            'Prefill': grpc.stream_stream_rpc_method_handler(
                     servicer.Prefill,
-                    request_deserializer=legato_dot_protos_dot_worker__pb2.PrefillRequest.FromString,
+                    request_deserializer=legato_dot_protos_dot_worker__pb2.PrefillCommand.FromString,
                     response_serializer=legato_dot_protos_dot_worker__pb2.PrefillEvent.SerializeToString,
             ),
     }
@@ -73,7 +77,7 @@ class PrefillWorker:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Prefill(request,
+    def Prefill(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -83,11 +87,11 @@ class PrefillWorker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/legato.v1.PrefillWorker/Prefill',
-            legato_dot_protos_dot_worker__pb2.PrefillRequest.SerializeToString,
+            legato_dot_protos_dot_worker__pb2.PrefillCommand.SerializeToString,
             legato_dot_protos_dot_worker__pb2.PrefillEvent.FromString,
             options,
             channel_credentials,

@@ -35,31 +35,43 @@ class PrefillWorkerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillWorkerAsyncStub: ...
-    Prefill: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillEvent]
+    Prefill: _grpc.StreamStreamMultiCallable[_worker_pb2.PrefillCommand, _worker_pb2.PrefillEvent]
     """Computes the prompt's KV, samples the first token, and, if a ticket is given, hands the KV
-    over. Events in order: FirstToken, then (with a ticket) HandoffDone or HandoffFailed.
-    Cancelling the call stops the work at the next step and frees the blocks.
+    over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
+    HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
+    the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
+    Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+    Cancelling the call stops the work at the next step and frees the blocks; that the router ends
+    its side alone does not.
     """
 
 @_typing.type_check_only
 class PrefillWorkerAsyncStub(PrefillWorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillEvent]  # type: ignore[assignment]
+    Prefill: _aio.StreamStreamMultiCallable[_worker_pb2.PrefillCommand, _worker_pb2.PrefillEvent]  # type: ignore[assignment]
     """Computes the prompt's KV, samples the first token, and, if a ticket is given, hands the KV
-    over. Events in order: FirstToken, then (with a ticket) HandoffDone or HandoffFailed.
-    Cancelling the call stops the work at the next step and frees the blocks.
+    over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
+    HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
+    the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
+    Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+    Cancelling the call stops the work at the next step and frees the blocks; that the router ends
+    its side alone does not.
     """
 
 class PrefillWorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Prefill(
         self,
-        request: _worker_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.PrefillCommand],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PrefillEvent], _abc.AsyncIterator[_worker_pb2.PrefillEvent]]:
         """Computes the prompt's KV, samples the first token, and, if a ticket is given, hands the KV
-        over. Events in order: FirstToken, then (with a ticket) HandoffDone or HandoffFailed.
-        Cancelling the call stops the work at the next step and frees the blocks.
+        over while it computes. Events in order: FirstToken, then (with a ticket) HandoffDone or
+        HandoffFailed. The call ends after HandoffDone; after a HandoffFailed with `decode_lost` it keeps
+        the blocks for 5 s, so that a Retarget may send them elsewhere, and more events then follow.
+        Nothing commits before FirstToken, nor where it ends every answer or the logits are broken.
+        Cancelling the call stops the work at the next step and frees the blocks; that the router ends
+        its side alone does not.
         """
 
 def add_PrefillWorkerServicer_to_server(servicer: PrefillWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from legato.worker.byte_size import parse_byte_size, parse_byte_size_or_0, parse_fraction
-from legato.worker.config import WEIGHTS, WorkerConfig
+from legato.worker.config import KV_WIRES, WEIGHTS, WorkerConfig
 
 EXIT_CANNOT_START = 2
 EXIT_SECOND_SIGNAL = 130
@@ -56,6 +56,7 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
         device=arguments.device,
         dtype=arguments.dtype,
         kv_cache=arguments.kv_cache,
+        kv_wire=arguments.kv_wire,
         deterministic=arguments.deterministic,
         weights=arguments.weights,
         kv_memory_bytes=kv_memory_bytes,
@@ -123,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache", default="auto", help="auto, fp8 or int8")
+    parser.add_argument(
+        "--kv-wire",
+        default="same",
+        help=f"what KV is sent as between workers, the same on all: {', '.join(KV_WIRES)}",
+    )
     parser.add_argument("--weights", default="auto", help=", ".join(WEIGHTS))
     parser.add_argument(
         "--deterministic",

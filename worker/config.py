@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 Role = Literal["prefill", "decode"]
 Admission = Literal["expected", "reserve"]
+KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHTS = (
     "auto",  # as the checkpoint has them, GGUF's blocks in the dtype
     "keep",  # GGUF's blocks too
@@ -31,6 +32,7 @@ class WorkerConfig:
     dtype: str = "auto"  # auto, float32, bfloat16, float16; auto is float32 on a CPU
     deterministic: bool = False  # plain products too have one order of sums for every batch
     kv_cache: str = "auto"  # auto, fp8, int8; auto is the dtype of the weights
+    kv_wire: str = "same"  # what KV is sent as: one of KV_WIRES; same is the dtype of the pages
     weights: str = "auto"  # of the matrices: one of WEIGHTS
     kv_memory_bytes: int = 1 << 30
     # In (0, 1]: of what is free after the weights and a measured step, instead of the bytes.
@@ -75,5 +77,7 @@ class WorkerConfig:
             )
         if self.kv_cache not in ("auto", "fp8", "int8"):
             raise ValueError(f"kv_cache must be auto, fp8 or int8, got {self.kv_cache!r}")
+        if self.kv_wire not in KV_WIRES:
+            raise ValueError(f"kv_wire must be one of {', '.join(KV_WIRES)}, got {self.kv_wire!r}")
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")

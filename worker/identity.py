@@ -11,11 +11,12 @@ from legato.worker.kv.prefix_hash import PrefixHasher
 if TYPE_CHECKING:
     import torch
 
+    from legato.protos.kv_transfer_pb2 import KvHello
     from legato.worker.config import Role
     from legato.worker.kv.cache import KvShape
     from legato.worker.models.config import ModelConfig
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,32 @@ class Identity:
             kv_kind=f"{self.weights}/{dtype_name(self.kv_shape.dtype)}",
         )
 
-    def mismatch(
-        self, fingerprint: str, weights: str, layout: worker_pb2.KvLayout, protocol_version: int
-    ) -> str | None:
-        """One sentence naming the first field in which a sender's KV does not fit, or None.
+    def mismatch(self, hello: KvHello, kv_wire: str) -> str | None:
+        """One sentence naming the first field in which a sender does not fit, or None.
 
-        `block_size` may differ: the wire's layout knows no blocks.
+        `block_size` may differ: the wire's layout knows no blocks. The dtype of the pages may
+        differ where the wire has one of its own.
         """
         own = self.kv_layout()
+        layout = ["num_layers", "num_kv_heads", "head_dim"]
+        if kv_wire == "same":
+            layout.append("dtype")
         pairs = [
-            ("protocol_version", protocol_version, PROTOCOL_VERSION),
-            ("model_fingerprint", fingerprint, self.model_fingerprint),
-            ("weights", weights, self.weights),
+            ("protocol_version", hello.protocol_version, PROTOCOL_VERSION),
+            ("receiver_worker_id", hello.receiver_worker_id, self.worker_id),
+            ("model_fingerprint", hello.model_fingerprint, self.model_fingerprint),
+            ("weights", hello.weights, self.weights),
+            ("kv_wire", hello.kv_wire, kv_wire),
             *(
-                (f"layout.{name}", getattr(layout, name), getattr(own, name))
-                for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")
+                (f"layout.{name}", getattr(hello.layout, name), getattr(own, name))
+                for name in layout
             ),
         ]
         for name, theirs, ours in pairs:
             if theirs != ours:
                 return f"{name} is {theirs!r}, this worker's is {ours!r}"
+        if not hello.sender_worker_id:
+            return "sender_worker_id is empty"
         return None
 
 

@@ -20,6 +20,7 @@ from legato.worker.kv.block_pool import BlockPool
 from legato.worker.kv.cache import KvCache
 from legato.worker.kv.mover import KvMover
 from legato.worker.kv.pager import KvPager
+from legato.worker.kv.wire import WireFormat
 from legato.worker.load import worker_load
 from legato.worker.scheduling.capacity import CapacityLedger
 from legato.worker.scheduling.capacity_decode import CapacityScheduler
@@ -131,7 +132,7 @@ class WorkerNode:
             cache=cache,
             engine=engine,
             tickets=tickets,
-            pager=KvPager(cache),
+            pager=KvPager(cache, WireFormat.of(shape, config.kv_wire)),
             peers=PeerChannels(),
             transfers=TransferCounters(),
             prefix_cache=config.prefix_cache,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.prefix_hash import PrefixHasher
+    from legato.worker.kv.progress import KvProgress
     from legato.worker.sampling_params import SamplingParams
     from legato.worker.scheduling.claim import Claim
 
@@ -66,6 +67,7 @@ class Sequence:
     num_unread: int = 0  # 0 or 1
     finish_reason: FinishReason | None = None
     lease: BlockLease | None = None
+    progress: KvProgress | None = None  # of a prompt whose rows are sent while it is computed
     state: SequenceState = SequenceState.WAITING
     arrival: int = 0  # the lesser came first to the router
     claim: Claim | None = None  # on a decode worker's pool; knows priority and preemptions

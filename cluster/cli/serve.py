@@ -12,7 +12,7 @@ from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.progress import TerminalProgress
-from legato.cluster.config import WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
+from legato.cluster.config import KV_WIRES, WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ def serve(
             "the tokens; auto is the weights' dtype."
         ),
     ] = "auto",
+    kv_wire: Annotated[
+        str,
+        typer.Option(
+            help="What KV is sent as between workers: same (as it is held), float32, bfloat16, "
+            "float16, or int8 or fp8 with a scale a head."
+        ),
+    ] = "same",
     weights: Annotated[
         str,
         typer.Option(
@@ -113,6 +120,14 @@ def serve(
         bool,
         typer.Option(help="Keep the KV of prompts' beginnings while there is room."),
     ] = True,
+    local_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Up to so many tokens of a prompt that a decode worker has no KV of, it computes "
+            "itself where that is measured to cost less than the hand-off; 0 is off.",
+        ),
+    ] = RouterOptions.local_prefill_tokens,
     worker_host: Annotated[
         str,
         typer.Option(
@@ -147,6 +162,10 @@ def serve(
     if kv_cache not in ("auto", "fp8", "int8"):
         raise typer.BadParameter(
             f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
+        )
+    if kv_wire not in KV_WIRES:
+        raise typer.BadParameter(
+            f"must be one of {', '.join(KV_WIRES)}, got {kv_wire!r}", param_hint="--kv-wire"
         )
     if weights not in WEIGHTS:
         raise typer.BadParameter(
@@ -184,6 +203,7 @@ def serve(
             device=device,
             dtype=dtype,
             kv_cache=kv_cache,
+            kv_wire=kv_wire,
             deterministic=deterministic,
             weights=weights,
             kv_memory_bytes=kv_memory_bytes,
@@ -198,7 +218,7 @@ def serve(
             context_length=context_length,
             num_threads=threads,
         ),
-        router=RouterOptions(host=host, port=port),
+        router=RouterOptions(host=host, port=port, local_prefill_tokens=local_prefill_tokens),
     )
     sys.exit(run_service(config, _stay))
 

@@ -132,4 +132,20 @@ LG_INLINE void lg_kv_store(int dtype, void *row, int64_t i, lg_f32x16 v, int64_t
     if (left < LG_LANES) memcpy(p, kept, (size_t)(left * lg_kv_bytes(dtype)));
 }
 
+/* The largest magnitudes so far, lane by lane, and where a NaN was: max would lose it. */
+LG_INLINE void lg_kv_see(lg_f32x16 v, lg_f32x16 *most, lg_i32x16 *nan) {
+    *most = lg_max(*most, (lg_f32x16)((lg_i32x16)v & 0x7fffffff));
+    *nan |= v != v;
+}
+
+/* As kernels/kv_quantize.py: the scale of a head that was seen is max|row| / limit, 0 for (nearly)
+ * zeros. Returns what its elements are multiplied with. */
+LG_INLINE float lg_kv_scale(int dtype, lg_f32x16 most, lg_i32x16 nan, float *scale) {
+    float found = lg_max_lane((lg_f32x16)(nan & 0x3f800000)) > 0.0f ? NAN : lg_max_lane(most);
+    found /= dtype == LG_KV_INT8 ? 127.0f : 448.0f;
+    if (found < 0x1p-126f) found = 0.0f;
+    *scale = found;
+    return found > 0.0f ? 1.0f / found : 0.0f;
+}
+
 #endif

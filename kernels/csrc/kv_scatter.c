@@ -2,26 +2,14 @@
 #include "kv_rows.h"
 #include "op.h"
 
-/* max|row|; a NaN in the row comes out as NaN. */
-LG_INLINE float largest(const float *row, int64_t width) {
-    lg_f32x16 most = {};
-    lg_i32x16 nan = {};
-    for (int64_t i = 0; i < width; i += LG_LANES) {
-        lg_f32x16 v = lg_load_n(row + i, width - i);
-        most = lg_max(most, (lg_f32x16)((lg_i32x16)v & 0x7fffffff));
-        nan |= v != v;
-    }
-    return lg_max_lane((lg_f32x16)(nan & 0x3f800000)) > 0.0f ? NAN : lg_max_lane(most);
-}
-
-/* As kernels/kv_quantize.py: scale max|row| / limit, 0 for a row of (nearly) zeros. */
 LG_INLINE void store_row(int dtype, const float *row, char *out, float *scale, int64_t width) {
     float inverse = 1.0f;
     if (scale != NULL) {
-        float found = largest(row, width) / (dtype == LG_KV_INT8 ? 127.0f : 448.0f);
-        if (found < 0x1p-126f) found = 0.0f;
-        inverse = found > 0.0f ? 1.0f / found : 0.0f;
-        *scale = found;
+        lg_f32x16 most = {};
+        lg_i32x16 nan = {};
+        for (int64_t i = 0; i < width; i += LG_LANES)
+            lg_kv_see(lg_load_n(row + i, width - i), &most, &nan);
+        inverse = lg_kv_scale(dtype, most, nan, scale);
     }
     for (int64_t i = 0; i < width; i += LG_LANES) {
         lg_f32x16 v = lg_load_n(row + i, width - i);

@@ -49,7 +49,7 @@ def use_pages(op: str) -> Callable[[KvPages], object]:
         "decode": lambda pages: paged_decode_attention(case.q, pages, case.plan, 1.0),
         "prefill": lambda pages: paged_prefill_attention(case.q, pages, plan, 1.0),
         "scatter": lambda pages: kv_scatter(case.q[:, :2], case.q[:, 2:], pages, SLOTS),
-        "pack": lambda pages: kv_pack(pages, SLOTS),
+        "pack": lambda pages: kv_pack(pages, SLOTS, data, torch.ones(2, 2, 2)),
         "unpack": lambda pages: kv_unpack(data, torch.ones(2, 2, 2), pages, SLOTS),
     }
     return uses[op]

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.kernels.kv_rows import PagedRows
 from legato.worker.engine import Engine
-from legato.worker.kv import wire
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.mover import KvMover
 from legato.worker.kv.prefix_hash import PrefixHasher
+from legato.worker.kv.row_range import RowRange
+from legato.worker.kv.wire import WireFormat
 from legato.worker.mailbox import PreemptedEvent, TokenEvent
 from legato.worker.priority import Priority
 from legato.worker.sampler import launch_sample
@@ -222,13 +224,14 @@ class EnginePair:
         lease = BlockLease(self.pool, blocks)
         assert prompt.lease is not None
         start = num_found * BLOCK_SIZE
-        with torch.inference_mode():
-            # A prompt that is found whole has no rows to move.
-            for layer in range(self.cache.shape.num_layers if start < len(tokens) else 0):
-                taken = wire.slots_of(prompt.lease.blocks, BLOCK_SIZE, start, len(tokens) - start)
-                given = wire.slots_of(blocks, BLOCK_SIZE, start, len(tokens) - start)
-                data = wire.read_rows(self.prefill_cache, layer, taken)
-                wire.write_rows(self.cache, layer, given, data)
+        if start < len(tokens):  # a prompt that is found whole has no rows to move
+            shape = self.cache.shape
+            rows = RowRange(0, shape.num_layers, start, len(tokens) - start, 0, shape.num_kv_heads)
+            data = memoryview(bytearray(WireFormat.of(shape, "same").num_bytes(rows)))
+            taken = PagedRows(self.prefill_cache.layers, BLOCK_SIZE)
+            crc = taken.read(prompt.lease.blocks, rows, shape.dtype, data, 0)
+            given = PagedRows(self.cache.layers, BLOCK_SIZE)
+            assert given.write(blocks, rows, shape.dtype, data, 0, crc)
         for block, block_hash in zip(blocks, hashes, strict=False):
             self.pool.register(block, block_hash)
         num_full, rest = divmod(len(tokens), BLOCK_SIZE)

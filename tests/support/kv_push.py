@@ -9,9 +9,9 @@ import torch
 from fake_engine import VOCAB_SIZE, FakeModel, fake_config
 from worker_pair import Attempt, Pair, sampling
 
+from legato.kernels.crc32c import crc32c
 from legato.protos import kv_transfer_pb2
 from legato.worker.identity import PROTOCOL_VERSION
-from legato.worker.kv import wire
 
 if TYPE_CHECKING:
     from worker_pair import Worker
@@ -53,7 +53,7 @@ def chunk(ticket: worker_pb2.KvTicket, layer: int, start: int, count: int) -> Ch
         token_start=start,
         num_tokens=count,
         data=data,
-        crc32c=wire.checksum(data),
+        crc32c=crc32c(data),
     )
 
 

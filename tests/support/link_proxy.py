@@ -45,6 +45,10 @@ class LinkProxy(grpc.GenericRpcHandler):
         self.address = ""
         self.num_streams = 0
         self.num_messages = dict.fromkeys(DIRECTIONS, 0)  # of all streams, as they came
+        self.frames: list[bytes] = []  # likewise
+        # Frames from this one on wait here for `gate`.
+        self.gate_at: int | None = None
+        self.gate = asyncio.Event()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
@@ -108,6 +112,10 @@ class LinkProxy(grpc.GenericRpcHandler):
                 reading = asyncio.ensure_future(anext(messages, None))
                 index += 1
                 self.num_messages[direction] += 1
+                if direction == "frames":
+                    self.frames.append(message)
+                    if self.gate_at is not None and index >= self.gate_at:
+                        await self.gate.wait()
                 fault = self.fault
                 hit = fault is not None and (fault.direction, fault.index) == (direction, index)
                 if fault is None or not hit or self.fired:

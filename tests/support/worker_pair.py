@@ -134,6 +134,26 @@ async def running_worker(
         await server.stop(0)
 
 
+class OpenPrefill:
+    """A Prefill call whose Request is on its way; may be used before that is written."""
+
+    def __init__(self, worker: Worker, request: worker_pb2.PrefillRequest) -> None:
+        self._call: Any = worker.prefill.Prefill(timeout=WAIT_S)
+        command = worker_pb2.PrefillCommand(request=request)
+        self._asked = asyncio.create_task(self._call.write(command))
+        self._asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def write(self, command: worker_pb2.PrefillCommand) -> None:
+        await asyncio.wait({self._asked})
+        await self._call.write(command)
+
+    async def read(self) -> Any:  # noqa: ANN401  # an event or EOF
+        return await self._call.read()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
 @dataclass
 class Pair:
     p: Worker
@@ -252,9 +272,11 @@ class Attempt:
         )
 
     def start_prefill(self, address: str | None = None) -> None:
-        self.prefill_call = self.pair.p.prefill.Prefill(
-            self.prefill_request(address), timeout=WAIT_S
-        )
+        self.prefill_call = OpenPrefill(self.pair.p, self.prefill_request(address))
+
+    async def retarget(self, ticket: worker_pb2.KvTicket, address: str) -> None:
+        command = worker_pb2.Retarget(ticket=ticket, decode_address=address)
+        await self.prefill_call.write(worker_pb2.PrefillCommand(retarget=command))
 
     async def first_token(self) -> worker_pb2.FirstToken:
         event = await self.prefill_call.read()
@@ -267,7 +289,8 @@ class Attempt:
         return event.first_token
 
     async def handoff(self) -> worker_pb2.PrefillEvent:
-        return await self.prefill_call.read()
+        event: worker_pb2.PrefillEvent = await self.prefill_call.read()
+        return event
 
     async def start_decode(self, answers: dict[int, int] | None = None) -> None:
         """`answers`: number and first token of those that go on; None: the only one does."""

@@ -21,8 +21,8 @@ from kv_push import (
 )
 from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
 
+from legato.kernels.crc32c import crc32c
 from legato.worker.handoff.receiver import KvReceiver
-from legato.worker.kv import wire
 
 if TYPE_CHECKING:
     from legato.protos import kv_transfer_pb2, worker_pb2
@@ -161,7 +161,7 @@ async def test_a_chunk_of_rows_that_are_there_is_refused_and_touches_nothing() -
             assert (ack.status, ack.reused_tokens, ack.bytes_landed) == (Ack.STATUS_OK, FOUND, 0)
             bad = chunk(ticket, 1, start, count)
             bad.data = b"\x11" * len(bad.data)
-            bad.crc32c = wire.checksum(bad.data)
+            bad.crc32c = crc32c(bad.data)
             ack = await stream.ask(Push(chunk=bad))
             assert ack.status == Ack.STATUS_REFUSED
             assert f"tokens {start} to {start + count} are not within [8, 10)" in ack.reason

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from model_checks import build, random_tokens, reference_logits
 from tiny_models import FAMILIES, make_model
-from worker_pair import Attempt, running_pair, sampling
+from worker_pair import Attempt, OpenPrefill, running_pair, sampling
 
 # Around blocks of 4, chunks of 16 and the tiny models' window of 20.
 LENGTHS = (1, 4, 15, 16, 17, 33)
@@ -35,7 +35,7 @@ async def test_b22_gpt2_ends_at_its_last_position() -> None:
         for length, max_tokens in ((31, 2), (32, 1), (40, 1)):
             attempt = Attempt(pair, random_tokens(length), sampling(max_tokens))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await pair.p.prefill.Prefill(attempt.prefill_request(), timeout=10).read()
+                await OpenPrefill(pair.p, attempt.prefill_request()).read()
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "context" in (refused.value.details() or "")
             assert "32" in (refused.value.details() or "")

@@ -184,7 +184,8 @@ async def answer(
             ticket=ticket,
             decode_address=decode,
         )
-        prefilling = worker_pb2_grpc.PrefillWorkerStub(p).Prefill(request, timeout=WAIT_S)
+        prefilling = worker_pb2_grpc.PrefillWorkerStub(p).Prefill(timeout=WAIT_S)
+        await prefilling.write(worker_pb2.PrefillCommand(request=request))
         tokens = [(await prefilling.read()).first_token.answers[0].token.token_id]
         start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=tokens[0])])
         await call.write(worker_pb2.DecodeCommand(start=start))

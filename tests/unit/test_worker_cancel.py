@@ -280,7 +280,7 @@ async def test_prefill_worker_lost_in_the_middle_of_a_transfer(
             read = p.server.node.pager.read
             sent = 0
 
-            async def stalls(*args: object) -> tuple[bytes, int]:
+            async def stalls(*args: object) -> int:
                 nonlocal sent
                 sent += 1
                 if sent > 2:

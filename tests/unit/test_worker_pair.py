@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 from fake_engine import VOCAB_SIZE, fake_config
-from worker_pair import Attempt, Pair, running_pair, running_worker, sampling
+from worker_pair import Attempt, OpenPrefill, Pair, running_pair, running_worker, sampling
 
 from legato.protos import common_pb2, worker_pb2
 
@@ -179,7 +179,7 @@ async def test_a_request_that_can_never_fit_is_refused_at_once_by_both_pools() -
 
 async def refusal(pair: Pair, request: worker_pb2.PrefillRequest) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await pair.p.prefill.Prefill(request, timeout=10).read()
+        await OpenPrefill(pair.p, request).read()
     return refused.value.code(), refused.value.details() or ""
 
 
@@ -252,7 +252,7 @@ async def test_the_wrong_role_is_refused() -> None:
         swapped = Attempt(Pair(pair.d, pair.p), prompt_of(5), sampling(2))
         with pytest.raises(grpc.aio.AioRpcError) as decode:
             await swapped.reserve_once()
-        call = pair.d.prefill.Prefill(attempt.prefill_request(), timeout=10)
+        call = OpenPrefill(pair.d, attempt.prefill_request())
         with pytest.raises(grpc.aio.AioRpcError) as prefill:
             await call.read()
         assert decode.value.code() is prefill.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -1,41 +1,85 @@
-"""LandingRecord: which rows of a transfer have landed."""
+"""LandingRecord: which rows of a ticket's KV have landed."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from legato.worker.kv.row_range import RowRange
+
+
+class _Spans:
+    """A set of whole numbers, as few spans."""
+
+    def __init__(self, edges: list[int] | None = None) -> None:
+        self._edges = edges or []  # first, behind the last, first, …: ascending
+
+    def add(self, start: int, end: int) -> None:
+        """All of [start, end)."""
+        left = bisect_left(self._edges, start)
+        right = bisect_right(self._edges, end)
+        # An odd place is inside a span, which then begins or ends there instead.
+        new_start = [start] if left % 2 == 0 else []
+        new_end = [end] if right % 2 == 0 else []
+        self._edges[left:right] = new_start + new_end
+
+    def first_missing(self, start: int) -> int:
+        """The least number from `start` on that is not in it."""
+        place = bisect_right(self._edges, start)
+        return self._edges[place] if place % 2 else start
+
+    def copy(self) -> _Spans:
+        return _Spans(list(self._edges))
+
 
 class LandingRecord:
-    """One byte a row and layer; chunks may come in any order, overlap, or come twice.
+    """Rows may come in any order and any rectangles, overlap, or come twice.
 
-    The first `num_reused` tokens are no part of the transfer.
+    The first `num_reused` tokens were there before. Heads that always come together are kept
+    together, so a record is as large as the number of gaps in it, not as the number of rows.
     """
 
-    def __init__(self, num_layers: int, num_reused: int, num_tokens: int) -> None:
-        self._first = num_reused
-        self._num_rows = num_tokens - num_reused
-        self._rows = [bytearray(self._num_rows) for _ in range(num_layers)]
-        self._missing = num_layers * self._num_rows
+    def __init__(self, num_layers: int, num_heads: int, num_reused: int, num_tokens: int) -> None:
+        self.num_layers = num_layers
+        self.num_reused = num_reused
+        self.num_tokens = num_tokens
+        # By where a group of heads begins, and the next one's begin is its end; one set a layer.
+        self._groups = {0: [_Spans() for _ in range(num_layers)]}
+        self._num_heads = num_heads
 
     @property
-    def num_landed(self) -> int:
-        """Rows landed, over all layers, each counted once."""
-        return len(self._rows) * self._num_rows - self._missing
+    def num_rows(self) -> int:
+        """Rows to land, over all layers."""
+        return self.num_layers * (self.num_tokens - self.num_reused)
 
-    def has(self, layer: int, token_start: int, num_tokens: int) -> bool:
-        """Whether the whole range is there."""
-        start = token_start - self._first
-        return not self._rows[layer].count(0, start, start + num_tokens)
+    def add(self, rows: RowRange) -> None:
+        """Notes a rectangle, which lies within the record's bounds."""
+        head_end = rows.head_start + rows.num_heads
+        self._split(rows.head_start)
+        self._split(head_end)
+        for head, layers in self._groups.items():
+            if rows.head_start <= head < head_end:
+                for layer in range(rows.layer_start, rows.layer_end):
+                    layers[layer].add(rows.token_start, rows.token_end)
 
-    def add(self, layer: int, token_start: int, num_tokens: int) -> None:
-        """Notes a range."""
-        start = token_start - self._first
-        end = start + num_tokens
-        self._missing -= self._rows[layer].count(0, start, end)
-        self._rows[layer][start:end] = b"\x01" * num_tokens
+    def landed_tokens(self) -> list[int]:
+        """For each layer, how many first tokens are there with all heads."""
+        return [
+            min(layers[layer].first_missing(self.num_reused) for layers in self._groups.values())
+            for layer in range(self.num_layers)
+        ]
 
     def first_missing(self) -> tuple[int, int] | None:
         """(layer, token) of the first row that is not there, or None."""
-        for layer, rows in enumerate(self._rows):
-            row = rows.find(0)
-            if row >= 0:
-                return layer, self._first + row
+        for layer, token in enumerate(self.landed_tokens()):
+            if token < self.num_tokens:
+                return layer, token
         return None
+
+    def _split(self, head: int) -> None:
+        """From now on a group begins with that head."""
+        if head in self._groups or head == self._num_heads:
+            return
+        before = max(start for start in self._groups if start < head)
+        self._groups[head] = [spans.copy() for spans in self._groups[before]]

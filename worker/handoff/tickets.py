@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as SequenceOf
 
+    from legato.worker.handoff.incoming import Landing
     from legato.worker.kv.block_pool import BlockPool
     from legato.worker.scheduling.capacity import CapacityLedger
     from legato.worker.scheduling.claim import Claim, Newcomer
@@ -27,7 +28,7 @@ class TicketState(Enum):
     """Where a ticket stands."""
 
     RESERVED = auto()  # a credit; no block is bound, or those of a broken transfer are
-    LANDING = auto()  # blocks are bound and one transfer writes into them
+    LANDING = auto()  # blocks are bound and a transfer writes into them
     LANDED = auto()  # every row is there
     DECODING = auto()  # the blocks belong to the engine's sequences
     CLOSED = auto()  # void: the epoch will never be valid again
@@ -83,7 +84,7 @@ class LandedAnswer:
 
 @dataclass(eq=False)
 class Ticket:
-    """One Decode call. Changed by the TicketBook only."""
+    """One Decode call. Changed by the TicketBook only, but for what has landed."""
 
     key: AttemptKey
     epoch: int
@@ -96,8 +97,10 @@ class Ticket:
     lease: BlockLease | None = None  # of the first claim
     num_found_blocks: int = 0  # of the lease: they were there already, and others may read them
     num_reused_tokens: int = 0  # whose rows need not be sent, for they are in the found blocks
+    landing: Landing | None = None  # the receiver's, from the first transfer on
     # Set when the state is LANDED or CLOSED: what the Decode call waits for.
     settled: asyncio.Event = field(default_factory=asyncio.Event)
+    closed_because: str | None = None  # where it was not the Decode call that closed it
 
     @property
     def num_handoff_tokens(self) -> int:
@@ -179,6 +182,10 @@ class TicketBook:
             self._on_change()
         return ticket
 
+    def count_cached_tokens(self, ticket: Ticket) -> int:
+        """So many first tokens would not have to be sent, did the transfer begin now."""
+        return self._pool.count_cached_prefix(ticket.request.block_hashes) * self._block_size
+
     def find(self, epoch: int) -> Ticket | None:
         """The open ticket of that epoch."""
         return self._by_epoch.get(epoch)
@@ -236,10 +243,11 @@ class TicketBook:
             answers.append(LandedAnswer(claim, lease, source))
         return answers
 
-    def close(self, ticket: Ticket) -> None:
+    def close(self, ticket: Ticket, because: str | None = None) -> None:
         """Voids the epoch and gives back what the ticket still owns. Idempotent."""
         if ticket.state is TicketState.CLOSED:
             return
+        ticket.closed_because = because
         handed_over = ticket.state is TicketState.DECODING
         ticket.move_to(TicketState.CLOSED)
         del self._by_epoch[ticket.epoch]
@@ -254,4 +262,4 @@ class TicketBook:
     def close_all(self) -> None:
         """Voids every ticket: the worker ends."""
         for ticket in list(self._by_epoch.values()):
-            self.close(ticket)
+            self.close(ticket, "the worker ended before the KV had landed")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from legato.worker.kv import wire
+from legato.kernels.kv_rows import PagedRows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.cache import KvCache
+    from legato.worker.kv.row_range import RowRange
+    from legato.worker.kv.wire import WireFormat
+
+T = TypeVar("T")
 
 
 class DamagedChunkError(Exception):
@@ -27,60 +32,102 @@ class KvPager:
     released before the thread gets to it raises LeaseReleasedError there and nothing is touched.
 
     A thread, because the event loop must not wait for a megabyte's copy, let alone for a device
-    that is busy with a prefill; one is enough, since a move takes well under a millisecond.
+    that is busy with a prefill; one is enough, since a move takes well under a millisecond. Moves
+    are made in the order in which they were asked for.
+
+    A cancelled move that has begun is waited for: after `read` or `write` nobody touches the
+    caller's buffer any more.
     """
 
-    def __init__(self, cache: KvCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: KvCache, wire: WireFormat) -> None:
+        self.wire = wire
+        self._rows = PagedRows(cache.layers, cache.shape.block_size)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="legato-kv")
         device = cache.layers[0].k.device
-        # A stream of its own, so that a copy need not queue behind the engine's kernels. The rows
-        # to send are finished: their first token has been sampled, which waited for them.
+        # A stream of its own, so that a copy need not queue behind the engine's kernels.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no type for it
 
     async def read(
-        self, lease: BlockLease, layer: int, token_start: int, num_tokens: int
-    ) -> tuple[bytes, int]:
-        """The rows as wire bytes, and their checksum; raises LeaseReleasedError."""
-
-        def move() -> tuple[bytes, int]:
-            with lease.pinned() as blocks, self._on_stream(), torch.inference_mode():
-                size = self._cache.shape.block_size
-                slots = wire.slots_of(blocks, size, token_start, num_tokens)
-                data = wire.read_rows(self._cache, layer, slots)
-            return data, wire.checksum(data)
-
-        return await asyncio.get_running_loop().run_in_executor(self._executor, move)
-
-    async def write(
         self,
         lease: BlockLease,
-        layer: int,
-        token_start: int,
-        num_tokens: int,
-        data: bytes,
-        crc: int,
+        rows: RowRange,
+        into: memoryview,
+        seed: int,
+        after: object | None = None,
+    ) -> int:
+        """Fills `into`, of exactly `wire.num_bytes(rows)` bytes, and returns its CRC32C, extended
+        from `seed`.
+
+        Args:
+            after: a torch.cuda.Event behind which the rows are there; None: they are.
+
+        Raises:
+            LeaseReleasedError: the request is over.
+            ValueError: the rows are not those of the pages or the lease, or `into` does not fit.
+        """
+        self._check_size(rows, into)
+
+        def move() -> int:
+            with lease.pinned() as blocks, self._on_stream(), torch.inference_mode():
+                if after is not None:
+                    assert isinstance(after, torch.cuda.Event)
+                    assert self._stream is not None
+                    self._stream.wait_event(after)
+                return self._rows.read(blocks, rows, self.wire.dtype, into, seed)
+
+        return await self._run(move)
+
+    async def write(
+        self, lease: BlockLease, rows: RowRange, data: memoryview, seed: int, crc: int
     ) -> None:
-        """Lands wire bytes in the pages.
+        """Lands `data` in the pages if its CRC32C, extended from `seed`, is `crc`.
+
+        The bytes that land are those that were checked, even where `data` is memory that another
+        process writes meanwhile.
 
         Raises:
             DamagedChunkError: the checksum is wrong; nothing was written.
             LeaseReleasedError: the request is over; nothing was written.
+            ValueError: as of `read`; nothing was written.
         """
+        self._check_size(rows, data)
 
         def move() -> None:
-            if wire.checksum(data) != crc:
-                raise DamagedChunkError
             with lease.pinned() as blocks, self._on_stream(), torch.inference_mode():
-                size = self._cache.shape.block_size
-                slots = wire.slots_of(blocks, size, token_start, num_tokens)
-                wire.write_rows(self._cache, layer, slots, data)
+                if not self._rows.write(blocks, rows, self.wire.dtype, data, seed, crc):
+                    raise DamagedChunkError
 
-        await asyncio.get_running_loop().run_in_executor(self._executor, move)
+        await self._run(move)
 
     def close(self) -> None:
         """Drops what has not begun. Does not wait: a move ends by itself within a moment."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    async def _run(self, move: Callable[[], T]) -> T:
+        moving = self._executor.submit(move)
+        waiting = asyncio.wrap_future(moving)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if not moving.cancel():
+                await _ended(waiting)
+            raise
+
+    def _check_size(self, rows: RowRange, buffer: memoryview) -> None:
+        expected = self.wire.num_bytes(rows)
+        if buffer.nbytes != expected:
+            raise ValueError(f"the buffer has {buffer.nbytes} bytes, the rows have {expected}")
+
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+async def _ended(waiting: asyncio.Future[T]) -> None:
+    """Returns when it is done, however often the task is cancelled meanwhile; never raises."""
+    while not waiting.done():
+        try:
+            await asyncio.wait((waiting,))
+        except asyncio.CancelledError:
+            continue  # the caller raises the first one
+    if not waiting.cancelled():
+        waiting.exception()  # was seen

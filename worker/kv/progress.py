@@ -22,6 +22,7 @@ class KvProgress:
         self.num_tokens = num_tokens
         self.lease: BlockLease | None = None  # there before the first row is
         self._changed = asyncio.Event()
+        self._confirmed = asyncio.Event()
         self._computed = 0  # in all layers
 
     @classmethod
@@ -29,13 +30,33 @@ class KvProgress:
         """Of a sequence that is computed."""
         progress = cls(num_layers, num_tokens)
         progress.lease, progress._computed = lease, num_tokens
+        progress.confirm()
         return progress
 
     def available(self, layer: int) -> int:
         """So many first tokens have their K and V of that layer in the pages."""
         return self._computed
 
+    def after(self, layer: int) -> object | None:
+        """What a reader of that layer's rows must wait for on its device; None: nothing."""
+        return None
+
     async def changed(self) -> None:
         """Waits until something is new since the last return."""
         await self._changed.wait()
         self._changed.clear()
+
+    def finish(self, lease: BlockLease) -> None:
+        """All is computed."""
+        self.lease, self._computed = lease, self.num_tokens
+        self._changed.set()
+
+    def confirm(self) -> None:
+        """The rows are good, and an answer goes on from them: the call that owns the sequence says
+        so once the first token is known.
+        """
+        self._confirmed.set()
+
+    async def confirmed(self) -> None:
+        """Waits for that word. Rows may be sent without it, and must not be committed."""
+        await self._confirmed.wait()

@@ -1,79 +1,74 @@
-"""The wire layout of KV: rows of one layer to bytes and back, independent of blocks.
+"""WireFormat: what rows of KV are sent as, and how many bytes they are then.
 
-A chunk of n tokens is [2 (K, V), n, num_kv_heads, head_dim] in the pages' dtype, C order; where
-that has 8 bits, the scales [2, n, num_kv_heads] in float32 follow.
+The layout is `kernels.kv_rows`'s: [num_layers, 2 (K, V), num_tokens, num_heads, head_dim], and the
+scales behind it where an element has 8 bits.
 """
 
 from __future__ import annotations
 
-import math
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import google_crc32c
 import torch
 
-from legato.kernels.kv_pack import kv_pack, kv_unpack
+from legato.kernels.kv_rows import rows_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from legato.worker.kv.cache import KvCache, KvShape
-
-# A message stays far below every limit on the way, and one chunk is under a millisecond's work.
-MAX_CHUNK_BYTES = 1 << 20
+    from legato.worker.kv.cache import KvShape
+    from legato.worker.kv.row_range import RowRange
 
 if sys.byteorder != "little":
     raise ImportError("the KV wire layout is little-endian; this machine is not")
 
-
-def row_bytes(shape: KvShape) -> int:
-    """K and V of one token in one layer, scales included."""
-    return shape.bytes_per_row
-
-
-def tokens_per_chunk(shape: KvShape) -> int:
-    """Most tokens that fit into one chunk."""
-    return max(1, MAX_CHUNK_BYTES // row_bytes(shape))
-
-
-def slots_of(blocks: Sequence[int], block_size: int, start: int, num_tokens: int) -> Tensor:
-    """Slots of tokens `start : start + num_tokens` of the owner of `blocks`: [n] int64."""
-    positions = torch.arange(start, start + num_tokens)
-    return torch.tensor(blocks)[positions // block_size] * block_size + positions % block_size
+# What `WorkerConfig.kv_wire` may name besides "same", the dtype of the pages.
+KV_WIRE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
-def checksum(data: bytes) -> int:
-    """CRC32C."""
-    return int(google_crc32c.value(data))
+@dataclass(frozen=True)
+class WireFormat:
+    """Rows are converted on the way from the pages and on the way into them, by `kernels.kv_rows`.
+    Those whose dtype is the pages' arrive bit for bit, with the scales that they had.
+    """
 
+    name: str  # as configured: both sides of a hand-off must have the same
+    dtype: torch.dtype  # of an element on the wire
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
-def read_rows(cache: KvCache, layer: int, slots: Tensor) -> bytes:
-    """n tokens of one layer as bytes. Waits for the device."""
-    rows, scales = kv_pack(cache.layers[layer], slots.to(cache.layers[layer].k.device))
-    return _bytes_of(rows) + (b"" if scales is None else _bytes_of(scales))
+    @classmethod
+    def of(cls, shape: KvShape, kv_wire: str) -> WireFormat:
+        """Raises ValueError: there is no such wire."""
+        if kv_wire != "same" and kv_wire not in KV_WIRE_DTYPES:
+            names = ", ".join(("same", *KV_WIRE_DTYPES))
+            raise ValueError(f"kv_wire must be one of {names}, got {kv_wire!r}")
+        return cls(
+            name=kv_wire,
+            dtype=shape.dtype if kv_wire == "same" else KV_WIRE_DTYPES[kv_wire],
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
 
+    def num_bytes(self, rows: RowRange) -> int:
+        """Of those rows, scales included.
 
-def write_rows(cache: KvCache, layer: int, slots: Tensor, data: bytes) -> None:
-    """The inverse of `read_rows`; when it returns, every thread and stream sees the rows."""
-    shape = cache.shape
-    device = cache.layers[layer].k.device
-    buffer = bytearray(data)
-    heads = (2, len(slots), shape.num_kv_heads)
-    count = math.prod(heads) * shape.head_dim
-    rows = torch.frombuffer(buffer, dtype=shape.dtype, count=count)
-    scales = None
-    if shape.quantized:
-        offset = count * shape.dtype.itemsize
-        scales = torch.frombuffer(buffer, dtype=torch.float32, offset=offset)
-        scales = scales.view(heads).to(device)
-    rows = rows.view(*heads, shape.head_dim).to(device)
-    kv_unpack(rows, scales, cache.layers[layer], slots.to(device))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.cpu().view(torch.uint8).numpy().tobytes()
+        Raises:
+            ValueError: the range has no rows, or layers or KV heads that the model has not.
+        """
+        for name, start, count, limit in (
+            ("layers", rows.layer_start, rows.num_layers, self.num_layers),
+            ("KV heads", rows.head_start, rows.num_heads, self.num_kv_heads),
+        ):
+            if start < 0 or count < 1 or start + count > limit:
+                raise ValueError(f"{name} {start} to {start + count} are not within [0, {limit})")
+        if rows.token_start < 0 or rows.num_tokens < 1:
+            raise ValueError(f"tokens {rows.token_start} to {rows.token_end} are no rows")
+        return rows_bytes(rows, self.head_dim, self.dtype)

@@ -85,6 +85,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             epoch=ticket.epoch,
             worker_id=self._identity.worker_id,
             blocks=ticket.num_blocks,
+            cached_tokens=self._tickets.count_cached_tokens(ticket),
         )
         await context.write(worker_pb2.DecodeEvent(ticket=granted))
         start = (await _next_command(commands, "start")).start

@@ -104,9 +104,8 @@ class DecodeCall:
     def _enter_engine(self) -> None:
         """All in one go: while one answer steps on, another's rows must not be gone."""
         if self._ticket.state is not TicketState.LANDED:
-            raise CallError(
-                grpc.StatusCode.UNAVAILABLE, "the worker ended before the KV had landed"
-            )
+            assert self._ticket.closed_because is not None, "this call has closed it"
+            raise CallError(grpc.StatusCode.UNAVAILABLE, self._ticket.closed_because)
         landed = self._tickets.hand_over(self._ticket)
         for number, (answer, sequence) in enumerate(self._landing.items()):
             place = landed[number]

@@ -1,45 +1,72 @@
-"""KvTransferService: the Push call, one transfer into one ticket's blocks."""
+"""KvTransferService: the Link call, over which KV arrives."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from legato.protos import kv_transfer_pb2, kv_transfer_pb2_grpc
-from legato.worker.services.errors import reports_errors, wrong_role
+import grpc
+
+from legato.protos import kv_transfer_pb2
+from legato.worker.handoff.incoming import RefusedError
+from legato.worker.handoff.link_session import (
+    BadFrameError,
+    LinkSession,
+    LostFrameError,
+    SilenceError,
+)
+from legato.worker.services.errors import CallError, reports_errors, wrong_role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    import grpc
+    from collections.abc import AsyncIterator
 
     from legato.worker.config import Role
     from legato.worker.handoff.receiver import KvReceiver
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-_LAST = (kv_transfer_pb2.KvAck.STATUS_REFUSED, kv_transfer_pb2.KvAck.STATUS_COMMITTED)
+_CODES = {
+    RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
+    BadFrameError: grpc.StatusCode.INVALID_ARGUMENT,
+    LostFrameError: grpc.StatusCode.DATA_LOSS,
+    SilenceError: grpc.StatusCode.UNAVAILABLE,
+}
 
 
-class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
+class KvTransferService:
     """A draining worker still receives: its open tickets are running work."""
 
-    def __init__(self, role: Role, new_receiver: Callable[[], KvReceiver]) -> None:
+    def __init__(self, role: Role, receiver: KvReceiver, *, shared_memory: bool) -> None:
         self._role = role
-        self._new_receiver = new_receiver
+        self._receiver = receiver
+        self._shared_memory = shared_memory
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers it. Frames come as bytes: rows do not pass through protobuf's library."""
+        service = kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+        handler: grpc.RpcMethodHandler[bytes, kv_transfer_pb2.KvAnswer]
+        handler = grpc.stream_stream_rpc_method_handler(
+            self.Link,
+            request_deserializer=None,
+            response_serializer=kv_transfer_pb2.KvAnswer.SerializeToString,
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {"Link": handler}),)
+        )
 
     @reports_errors
-    async def Push(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
-        self, request_iterator: AsyncIterator[kv_transfer_pb2.KvPush], context: Context
+    async def Link(  # noqa: N802  # the name is the RPC's
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
-        """Answers every message until the transfer is committed, refused or cut off."""
+        """Answers every frame until the sender ends the stream."""
         if self._role != "decode":
-            raise wrong_role("Push", self._role)
-        receiver = self._new_receiver()
+            raise wrong_role("Link", self._role)
+        session = LinkSession(
+            self._receiver,
+            aiter(request_iterator),
+            context.write,
+            shared_memory=self._shared_memory,
+        )
         try:
-            async for push in request_iterator:
-                ack = await receiver.handle(push)
-                await context.write(ack)
-                if ack.status in _LAST:
-                    return
-        finally:
-            receiver.close()
+            await session.run()
+        except (RefusedError, BadFrameError, LostFrameError, SilenceError) as error:
+            raise CallError(_CODES[type(error)], str(error)[:1000]) from None

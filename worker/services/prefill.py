@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from legato.protos import worker_pb2, worker_pb2_grpc
-from legato.worker.handoff.sender import HandoffError
 from legato.worker.kv.block_pool import blocks_for
+from legato.worker.kv.progress import KvProgress
 from legato.worker.lifecycle import NotReadyError
-from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.sequence import Sequence
 from legato.worker.services.call_limit import limited
 from legato.worker.services.errors import (
     CallError,
     invalid,
-    no_usable_logits,
     reports_errors,
     wrong_role,
 )
-from legato.worker.services.messages import answer_start
+from legato.worker.services.prefill_call import PrefillCall
 from legato.worker.services.validation import (
     check_cache_salt,
     check_lengths,
@@ -31,11 +29,12 @@ from legato.worker.services.validation import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.identity import Identity
     from legato.worker.lifecycle import Lifecycle
-    from legato.worker.mailbox import Mailbox
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,64 +61,24 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
 
     @reports_errors
     async def Prefill(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
-        self, request: worker_pb2.PrefillRequest, context: Context
+        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: Context
     ) -> None:
         """FirstToken, then HandoffDone or HandoffFailed where a ticket was given."""
         if self._identity.role != "prefill":
             raise wrong_role("Prefill", self._identity.role)
+        request = await _first_command(request_iterator)
         sequence = self._read(request)
         try:
             with self._lifecycle.work():
                 mailbox = self._engine.submit(sequence)
                 try:
                     async with limited(context):
-                        await self._serve(request, context, sequence, mailbox)
+                        call = PrefillCall(self._sender, sequence, mailbox, request, context.write)
+                        await call.run(request_iterator)
                 finally:
                     self._engine.release(sequence, mailbox)
         except NotReadyError as error:
             raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
-
-    async def _serve(
-        self,
-        request: worker_pb2.PrefillRequest,
-        context: Context,
-        sequence: Sequence,
-        mailbox: Mailbox,
-    ) -> None:
-        tokens = await _first_tokens(mailbox, sequence.num_answers)
-        last = tokens[-1]  # all have the same figures: they come of the same step
-        await context.write(
-            worker_pb2.PrefillEvent(
-                first_token=worker_pb2.FirstToken(
-                    answers=[answer_start(token) for token in tokens],
-                    wait_s=last.wait_s,
-                    model_s=last.model_s,
-                    prefill_forwards=last.num_forwards,
-                    cached_tokens=sequence.num_cached,
-                )
-            )
-        )
-        goes_on = any(token.finish_reason is None for token in tokens)
-        if not goes_on or not request.HasField("ticket"):
-            return
-        assert sequence.lease is not None, "the first token is there, so the blocks are"
-        try:
-            result = await self._sender.send(
-                sequence.lease, len(request.token_ids), request.ticket, request.decode_address
-            )
-        except HandoffError as error:
-            event = worker_pb2.PrefillEvent(
-                handoff_failed=worker_pb2.HandoffFailed(decode_lost=True, reason=str(error))
-            )
-        else:
-            event = worker_pb2.PrefillEvent(
-                handoff_done=worker_pb2.HandoffDone(
-                    kv_bytes=result.kv_bytes,
-                    transfer_s=result.transfer_s,
-                    reused_tokens=result.reused_tokens,
-                )
-            )
-        await context.write(event)
 
     def _read(self, request: worker_pb2.PrefillRequest) -> Sequence:
         """A valid request as a sequence; raises CallError naming field, value and limit."""
@@ -146,6 +105,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 raise invalid("ticket.key is not the request's key")
             if not request.decode_address:
                 raise invalid("decode_address is empty, a ticket needs one")
+        progress = None
+        if request.HasField("ticket"):
+            progress = KvProgress(self._identity.kv_shape.num_layers, num_tokens)
         return Sequence(
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
@@ -153,6 +115,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             eos_token_ids=frozenset(request.eos_token_ids),
             block_hashes=self._block_hashes(request),
             num_answers=read_num_answers(request.num_answers),
+            progress=progress,
         )
 
     def _block_hashes(self, request: worker_pb2.PrefillRequest) -> list[bytes]:
@@ -162,13 +125,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         return hasher.block_hashes(request.token_ids)
 
 
-async def _first_tokens(mailbox: Mailbox, num_answers: int) -> list[TokenEvent]:
-    """One for each answer, in order."""
-    tokens: dict[int, TokenEvent] = {}
-    while len(tokens) < num_answers:
-        for event in await mailbox.take():
-            if isinstance(event, BrokenEvent):
-                raise no_usable_logits(event)
-            if isinstance(event, TokenEvent):
-                tokens[event.answer] = event
-    return [tokens[answer] for answer in range(num_answers)]
+async def _first_command(
+    commands: AsyncIterator[worker_pb2.PrefillCommand],
+) -> worker_pb2.PrefillRequest:
+    async for command in commands:
+        if not command.HasField("request"):
+            raise invalid(f"command is {command.WhichOneof('command')}, request is expected first")
+        return command.request
+    raise invalid("the stream ended before request")

@@ -1,0 +1,11 @@
+/* crc32c: CRC-32C (Castagnoli) of memory. */
+#ifndef LEGATO_CRC32C_H
+#define LEGATO_CRC32C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Of `size` bytes, behind those that `seed` is the checksum of (0: none). */
+uint32_t lg_crc32c_extend(uint32_t seed, const void *data, size_t size);
+
+#endif

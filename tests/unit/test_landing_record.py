@@ -1,0 +1,63 @@
+"""LandingRecord against one flag a row and head."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legato.worker.handoff.landing import LandingRecord
+from legato.worker.kv.row_range import RowRange
+
+LAYERS, HEADS, REUSED, TOKENS = 3, 4, 2, 12
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> RowRange:
+    layer = draw(st.integers(0, LAYERS - 1))
+    token = draw(st.integers(REUSED, TOKENS - 1))
+    head = draw(st.integers(0, HEADS - 1))
+    return RowRange(
+        layer,
+        draw(st.integers(1, LAYERS - layer)),
+        token,
+        draw(st.integers(1, TOKENS - token)),
+        head,
+        draw(st.integers(1, HEADS - head)),
+    )
+
+
+@given(st.lists(ranges(), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_it_knows_what_is_there(added: list[RowRange]) -> None:
+    record = LandingRecord(LAYERS, HEADS, REUSED, TOKENS)
+    flags = torch.zeros(LAYERS, TOKENS, HEADS, dtype=torch.bool)
+    flags[:, :REUSED] = True
+    for rows in added:
+        record.add(rows)
+        flags[
+            rows.layer_start : rows.layer_end,
+            rows.token_start : rows.token_end,
+            rows.head_start : rows.head_start + rows.num_heads,
+        ] = True
+        whole = flags.all(2)
+        landed = [
+            next((t for t in range(TOKENS) if not layer[t]), TOKENS) for layer in whole.tolist()
+        ]
+        assert record.landed_tokens() == landed
+        missing = [(layer, t) for layer, t in enumerate(landed) if t < TOKENS]
+        assert record.first_missing() == (missing[0] if missing else None)
+
+
+def test_a_prompt_that_was_all_there_has_nothing_to_land() -> None:
+    record = LandingRecord(LAYERS, HEADS, 8, 8)
+    assert (record.landed_tokens(), record.first_missing(), record.num_rows) == ([8] * 3, None, 0)
+
+
+def test_a_long_prompt_in_order_takes_no_room() -> None:
+    record = LandingRecord(80, 8, 0, 100_000)
+    for start in range(0, 100_000, 100):
+        record.add(RowRange(0, 80, start, 100, 0, 8))
+    assert record.first_missing() is None
+    assert [len(spans._edges) for spans in record._groups[0]] == [2] * 80
+    assert len(record._groups) == 1

@@ -1,0 +1,688 @@
+"""The fence of a link: no frame that is late, stray, damaged or absurd ever touches a page."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import torch
+from kv_link import (
+    COMMITTED,
+    LAYERS,
+    OK,
+    REFUSED,
+    RESEND,
+    Frame,
+    Rows,
+    content,
+    running_receiver,
+)
+from ticket_room import ticket_request
+
+from legato.protos import kv_transfer_pb2
+from legato.worker.handoff import incoming, link_session
+from legato.worker.handoff.tickets import TicketState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOKENS = 10
+KV = content(TOKENS)
+# Each layer in two pieces, but the last in one of each head.
+PIECES = [
+    Rows((0, 2), (0, 4)),
+    Rows((0, 2), (4, 10)),
+    Rows((2, 3), (0, 10), (0, 1)),
+    Rows((2, 3), (0, 10), (1, 2)),
+]
+ALL_ROWS = LAYERS * TOKENS
+
+
+async def test_rows_in_any_order_and_twice_are_all_there_at_the_commit() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        opened = await link.ask(link.open_bytes(message, TOKENS))
+        assert (opened.status, opened.epoch, opened.attempt) == (OK, ticket.epoch, 0)
+        assert (list(opened.landed_tokens), opened.reused_tokens) == ([0] * LAYERS, 0)
+        for rows in [*reversed(PIECES), PIECES[1], Rows((0, 3), (3, 7))]:
+            receipt = await link.ask(link.rows_bytes(message, rows, KV))
+            assert receipt.status == OK
+            assert (receipt.layer_start, receipt.token_start, receipt.kv_head_start) == (
+                rows.layers[0],
+                rows.tokens[0],
+                rows.heads[0],
+            )
+        closed = await link.ask(link.close_bytes(message, ALL_ROWS))
+        assert closed.status == COMMITTED
+        assert ticket.state is TicketState.LANDED
+        assert torch.equal(rig.landed(ticket), KV)
+        assert (rig.counters.completed, rig.counters.failed) == (1, 0)
+        rig.room.book.close(ticket)
+
+
+async def test_frames_may_follow_without_waiting_for_answers() -> None:
+    async with running_receiver() as rig:
+        tickets = [rig.room.reserve(ticket_request(TOKENS)) for _ in range(3)]
+        kvs = [content(TOKENS, salt) for salt in range(3)]
+        link = await rig.greeted()
+        messages = [link.open_bytes(rig.message(t), TOKENS) for t in tickets]
+        for piece in PIECES:  # all three interleaved
+            for ticket, kv in zip(tickets, kvs, strict=True):
+                messages.append(link.rows_bytes(rig.message(ticket), piece, kv))
+        messages += [link.close_bytes(rig.message(t), ALL_ROWS) for t in tickets]
+        await link.ok(*messages)
+        for ticket, kv in zip(tickets, kvs, strict=True):
+            assert torch.equal(rig.landed(ticket), kv)
+            rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize("spoiled", [{"damage": 7}, {"damage": 255}, {"wrong_crc": True}])
+async def test_damaged_rows_are_asked_for_again_and_touch_nothing(
+    spoiled: dict[str, Any],
+) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        for _ in range(3):
+            receipt = await link.ask(link.rows_bytes(message, PIECES[0], KV, **spoiled))
+            assert (receipt.status, receipt.sequence) == (RESEND, link.sequence)
+        assert not rig.pager.pages.any()
+        assert rig.counters.chunks_refused == 3
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        await link.ok(link.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"epoch": 1},
+        {"attempt": 7},
+        {"layer_start": 1},
+        {"layer_start": 99},
+        {"num_layers": 1},
+        {"num_layers": 2**31 - 1},
+        {"token_start": 1},
+        {"token_start": -1},
+        {"num_tokens": 3},
+        {"kv_head_start": 1},
+        {"num_kv_heads": 1},
+        {"num_kv_heads": 0},
+    ],
+)
+async def test_a_header_that_was_damaged_is_not_believed(after: dict[str, int]) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        receipt = await link.ask(link.rows_bytes(message, PIECES[0], KV, after=after))
+        assert receipt.status == RESEND
+        assert not rig.pager.pages.any()
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        await link.ok(link.close_bytes(message, ALL_ROWS))
+        rig.room.book.close(ticket)
+
+
+async def test_endless_damage_ends_the_transfer() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        statuses = [
+            (await link.ask(link.rows_bytes(message, PIECES[0], KV, damage=0))).status
+            for _ in range(17)
+        ]
+        assert statuses == [RESEND] * 16 + [REFUSED]
+        assert ticket.state is TicketState.RESERVED
+        rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize(
+    ("before", "data", "named"),
+    [
+        ({"attempt": 7}, None, "attempt is 7"),
+        ({"layer_start": 2}, None, "layers"),  # 2 + 2 > 3
+        ({"layer_start": -1}, None, "layers"),
+        ({"num_layers": 0}, None, "layers"),
+        ({"num_layers": 2**31 - 1}, None, "layers"),
+        ({"token_start": 7}, None, "tokens"),  # 7 + 4 > 10
+        ({"token_start": 2**31 - 1, "num_tokens": 2**31 - 1}, None, "tokens"),
+        ({"kv_head_start": 1}, None, "KV heads"),
+        ({"num_kv_heads": 2**31 - 1}, None, "KV heads"),
+        ({"num_tokens": 3}, None, "bytes"),  # a truncated range
+        ({}, b"x" * 100, "bytes"),  # cut
+        ({}, b"", "bytes"),
+        ({}, b"x" * (1 << 20), "bytes"),
+    ],
+)
+async def test_wrong_rows_end_the_transfer_and_touch_nothing(
+    before: dict[str, int], data: bytes | None, named: str
+) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        other = rig.room.reserve(ticket_request(TOKENS))
+        message, beside = rig.message(ticket), rig.message(other)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS), link.open_bytes(beside, TOKENS))
+        receipt = await link.ask(link.rows_bytes(message, PIECES[0], KV, before=before, data=data))
+        assert receipt.status == REFUSED
+        assert named in receipt.reason
+        assert not rig.pager.pages.any()
+        assert rig.counters.chunks_refused == rig.counters.failed == 1
+        # What was on its way is refused as well, and the stream goes on for others.
+        receipt = await link.ask(link.rows_bytes(message, PIECES[0], KV))
+        assert (receipt.status, "no transfer of epoch" in receipt.reason) == (REFUSED, True)
+        await link.ok(*(link.rows_bytes(beside, rows, KV) for rows in PIECES))
+        await link.ok(link.close_bytes(beside, ALL_ROWS))
+        # The ticket lives on: a clean transfer brings all.
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        await link.ok(link.close_bytes(message, ALL_ROWS))
+        for each in (ticket, other):
+            assert torch.equal(rig.landed(each), KV)
+            rig.room.book.close(each)
+
+
+async def test_nothing_commits_before_every_row_of_every_layer_is_there() -> None:
+    async with running_receiver() as rig:
+        for skipped in range(len(PIECES)):
+            ticket = rig.room.reserve(ticket_request(TOKENS))
+            message = rig.message(ticket)
+            link = await rig.greeted()
+            await link.ok(link.open_bytes(message, TOKENS))
+            pieces = [p for i, p in enumerate(PIECES) if i != skipped]
+            await link.ok(*(link.rows_bytes(message, rows, KV) for rows in pieces))
+            receipt = await link.ask(link.close_bytes(message, ALL_ROWS))
+            lost = PIECES[skipped]
+            assert receipt.status == REFUSED
+            assert f"layer {lost.layers[0]}, token {lost.tokens[0]} has not" in receipt.reason
+            assert ticket.state is TicketState.RESERVED
+            rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize("num_rows", [0, ALL_ROWS - 1, ALL_ROWS + 1, -1, 2**62])
+async def test_who_counts_otherwise_does_not_commit(num_rows: int) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        receipt = await link.ask(link.close_bytes(message, num_rows))
+        assert receipt.status == REFUSED
+        assert f"num_rows is {num_rows}, {ALL_ROWS} have landed" in receipt.reason
+        rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize("new_link", [True, False])
+@pytest.mark.parametrize("cut_after", range(len(PIECES) + 1))
+async def test_a_later_open_goes_on_from_what_has_landed(cut_after: int, new_link: bool) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES[:cut_after]))
+        if new_link:
+            await link.cut()
+            await rig.until(lambda: rig.counters.failed == 1)
+            assert ticket.state is TicketState.RESERVED
+            assert rig.room.pool.usage().held == 3, "what has landed is lost"
+            link = await rig.greeted()
+        opened = await link.ask(link.open_bytes(message, TOKENS))
+        assert (
+            list(opened.landed_tokens)
+            == {
+                0: [0, 0, 0],
+                1: [4, 4, 0],
+                2: [10, 10, 0],
+                3: [10, 10, 0],  # of one head
+                4: [10, 10, 10],
+            }[cut_after]
+        )
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES[cut_after:]))
+        await link.ok(link.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        rig.room.book.close(ticket)
+
+
+async def test_a_commit_whose_answer_was_lost_is_answered_again() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        await link.write(link.close_bytes(message, ALL_ROWS))
+        await rig.until(lambda: ticket.state is TicketState.LANDED)
+        await link.cut()
+        for decoding in (False, True):
+            if decoding:
+                rig.room.hand_over(ticket)
+            again = await rig.greeted()
+            opened = await again.ask(again.open_bytes(message, TOKENS))
+            assert list(opened.landed_tokens) == [TOKENS] * LAYERS
+            receipt = await again.ask(again.close_bytes(message, ALL_ROWS))
+            assert receipt.status == COMMITTED
+            # But nothing is written any more, and no other sender is told so.
+            await again.ok(again.open_bytes(message, TOKENS))
+            receipt = await again.ask(again.rows_bytes(message, PIECES[0], content(TOKENS, 9)))
+            assert (receipt.status, receipt.reason) == (REFUSED, "rows: the KV is complete")
+            stranger = await rig.greeted(sender_worker_id="prefill-2")
+            receipt = await stranger.ask(stranger.open_bytes(message, TOKENS))
+            assert (receipt.status, "its KV is there" in receipt.reason) == (REFUSED, True)
+        assert torch.equal(rig.pager.rows_of(rig.room.engine[0].lease.blocks, TOKENS), KV)
+        assert (rig.counters.completed, rig.counters.failed) == (1, 0)
+        rig.room.end(rig.room.engine[0])
+        rig.room.book.close(ticket)
+
+
+async def test_a_second_stream_takes_the_transfer_over() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        first, second = await rig.greeted(), await rig.greeted()
+        await first.ok(first.open_bytes(message, TOKENS))
+        await first.ok(first.rows_bytes(message, PIECES[0], KV))
+        opened = await second.ask(second.open_bytes(message, TOKENS))
+        assert list(opened.landed_tokens) == [4, 4, 0]
+        receipt = await first.ask(first.rows_bytes(message, PIECES[1], content(TOKENS, 5)))
+        assert (receipt.status, "taken the transfer over" in receipt.reason) == (REFUSED, True)
+        receipt = await first.ask(first.close_bytes(message, ALL_ROWS))
+        assert receipt.status == REFUSED
+        await second.ok(*(second.rows_bytes(message, rows, KV) for rows in PIECES[1:]))
+        await first.cut()  # breaks nothing that is not its own
+        await asyncio.sleep(0.05)
+        assert ticket.state is TicketState.LANDING
+        await second.ok(second.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        assert rig.counters.failed == 0
+        rig.room.book.close(ticket)
+
+
+async def test_rows_of_two_senders_never_make_one_sequence() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        first = await rig.greeted()
+        await first.ok(first.open_bytes(message, TOKENS))
+        rig.pager.go.clear()
+        for rows in PIECES:
+            await first.write(first.rows_bytes(message, rows, content(TOKENS, 3)))
+        await rig.until(lambda: rig.pager.num_begun == len(PIECES))
+        second = await rig.greeted(sender_worker_id="prefill-2")
+        opened = await second.ask(second.open_bytes(message, TOKENS))
+        assert list(opened.landed_tokens) == [0] * LAYERS
+        for rows in PIECES:
+            await second.write(second.rows_bytes(message, rows, KV))
+        rig.pager.go.set()
+        for _ in PIECES:
+            assert (await second.receipt()).status == OK
+        await second.ok(second.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        rig.room.book.close(ticket)
+
+
+async def test_a_stray_frame_of_an_old_epoch_leaves_the_new_owner_alone() -> None:
+    async with running_receiver(num_blocks=3) as rig:  # the pool is one request
+        old = rig.room.reserve(ticket_request(TOKENS))
+        stale = rig.message(old)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(stale, TOKENS))
+        await link.ok(link.rows_bytes(stale, PIECES[0], KV))
+        assert old.lease is not None
+        blocks = list(old.lease.blocks)
+        rig.room.book.close(old)
+        new = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(new)
+        landing = await rig.greeted()
+        await landing.ok(landing.open_bytes(message, TOKENS))
+        await landing.ok(*(landing.rows_bytes(message, rows, KV) for rows in PIECES))
+        assert new.lease is not None
+        assert sorted(new.lease.blocks) == sorted(blocks)
+        for sender in (link, landing):
+            receipt = await sender.ask(sender.rows_bytes(stale, PIECES[0], content(TOKENS, 7)))
+            assert receipt.status == REFUSED
+            assert torch.equal(rig.landed(new), KV)
+        await landing.ok(landing.close_bytes(message, ALL_ROWS))
+        rig.room.book.close(new)
+
+
+async def test_rows_checked_but_not_yet_written_cannot_reach_the_next_owner() -> None:
+    async with running_receiver(num_blocks=3) as rig:  # the pool is one request
+        old = rig.room.reserve(ticket_request(TOKENS))
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(rig.message(old), TOKENS))
+        rig.pager.go.clear()
+        await link.write(link.rows_bytes(rig.message(old), PIECES[0], content(TOKENS, 7)))
+        await rig.until(lambda: rig.pager.num_begun == 1)
+        rig.room.book.close(old)
+        new = rig.room.reserve(ticket_request(TOKENS))
+        landing = await rig.greeted()
+        await landing.ok(landing.open_bytes(rig.message(new), TOKENS))
+        rig.pager.go.set()
+        receipt = await link.receipt()
+        assert (receipt.status, "its blocks are gone" in receipt.reason) == (REFUSED, True)
+        assert not rig.pager.pages.any()
+        rig.room.book.close(new)
+
+
+async def test_who_gives_up_leaves_the_ticket_open() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(link.rows_bytes(message, PIECES[0], KV))
+        receipt = await link.ask(link.close_bytes(message, commit=False))
+        assert receipt.status == OK
+        assert ticket.state is TicketState.RESERVED
+        assert rig.counters.failed == 1
+        opened = await link.ask(link.open_bytes(message, TOKENS))
+        assert list(opened.landed_tokens) == [4, 4, 0]
+        rig.room.book.close(ticket)
+
+
+async def test_what_was_found_is_not_sent_and_cannot_be_overwritten() -> None:
+    async with running_receiver() as rig:
+        rig.room.book.close(rig.room.landed(ticket_request(8, content=1)))
+        ticket = rig.room.reserve(ticket_request(TOKENS, content=1))
+        message = rig.message(ticket)
+        for tokens in ((0, 4), (4, 10), (7, 8), (7, 10)):
+            link = await rig.greeted()
+            opened = await link.ask(link.open_bytes(message, TOKENS))
+            assert (list(opened.landed_tokens), opened.reused_tokens) == ([8] * LAYERS, 8)
+            receipt = await link.ask(link.rows_bytes(message, Rows((0, 3), tokens), KV))
+            assert receipt.status == REFUSED
+            assert f"tokens {tokens[0]} to {tokens[1]} are not within [8, 10)" in receipt.reason
+        assert not rig.pager.pages.any()
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(link.rows_bytes(message, Rows((0, 3), (8, 10)), KV))
+        await link.ok(link.close_bytes(message, LAYERS * 2))
+        rig.room.book.close(ticket)
+        # All of it: a commit without a row.
+        ticket = rig.room.reserve(ticket_request(8, content=1))
+        message = rig.message(ticket)
+        await link.ok(link.open_bytes(message, 8), link.close_bytes(message, 0))
+        assert ticket.state is TicketState.LANDED
+        rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda t: setattr(t, "epoch", 1), "ticket.epoch 1 is not open"),
+        (lambda t: setattr(t, "worker_id", "decode-restarted"), "ticket.worker_id is"),
+        (lambda t: setattr(t.key, "attempt", 9), "ticket.key is"),
+        (lambda t: setattr(t.key, "request_id", "x" * 100_000), "ticket.key is"),
+        (None, "num_tokens is 9, the ticket is for 10"),
+    ],
+)
+async def test_an_open_is_refused_naming_the_field(
+    spoil: Callable[[Any], None] | None, named: str
+) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        if spoil is not None:
+            spoil(message)
+        link = await rig.greeted()
+        receipt = await link.ask(link.open_bytes(message, TOKENS if spoil else 9))
+        assert receipt.status == REFUSED
+        assert f"open: {named}" in receipt.reason
+        assert len(receipt.reason) <= 500
+        assert rig.room.pool.usage().held == 0
+        rig.room.book.close(ticket)
+
+
+# The stream itself.
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"protocol_version": 99}, "protocol_version is 99"),
+        ({"receiver_worker_id": "decode-0"}, "receiver_worker_id is 'decode-0'"),
+        ({"sender_worker_id": ""}, "sender_worker_id is empty"),
+        ({"model_fingerprint": "other"}, "model_fingerprint is 'other'"),
+        ({"weights": "int4-g64+float32"}, "weights is"),
+        ({"kv_wire": "int8"}, "kv_wire is 'int8', this worker's is 'same'"),
+        ({"layout.num_layers": 4}, "layout.num_layers is 4"),
+        ({"layout.num_kv_heads": 1}, "layout.num_kv_heads is 1"),
+        ({"layout.head_dim": 8}, "layout.head_dim is 8"),
+        ({"layout.dtype": "bfloat16"}, "layout.dtype is 'bfloat16'"),
+        ({"layout.block_size": 128}, None),
+    ],
+)
+async def test_a_hello_is_refused_naming_the_field(
+    changes: dict[str, object], named: str | None
+) -> None:
+    async with running_receiver() as rig:
+        link = rig.link()
+        hello = link.hello_frame()
+        for path, value in changes.items():
+            *parents, name = path.split(".")
+            message: Any = hello.hello
+            for parent in parents:
+                message = getattr(message, parent)
+            setattr(message, name, value)
+        await link.write(hello.SerializeToString())
+        if named is None:
+            assert (await link.read()).welcome.worker_id == "decode-1"
+            return
+        code, details = await link.ended()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"hello: {named}" in details
+
+
+async def test_pages_may_differ_where_the_wire_has_a_dtype_of_its_own() -> None:
+    async with running_receiver(kv_wire="bfloat16") as rig:
+        link = rig.link()
+        hello = link.hello_frame()
+        hello.hello.layout.dtype = "int8"
+        await link.write(hello.SerializeToString())
+        assert (await link.read()).welcome.worker_id == "decode-1"
+
+
+ROWS_CUT_SHORT = Frame(rows=kv_transfer_pb2.KvRows(epoch=1, data=b"xyz")).SerializeToString()[:-1]
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xff",
+        b"\x80\x04\x95\x1e\x00",  # how a pickle begins
+        b"\x1a",  # rows, and nothing
+        b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+        ROWS_CUT_SHORT,
+        Frame(hello=kv_transfer_pb2.KvHello()).SerializeToString(),
+    ],
+)
+async def test_frames_that_are_none_end_the_stream(
+    message: bytes, greeted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        link = rig.link()
+        if greeted:
+            await link.hello()
+            await link.ok(link.open_bytes(rig.message(ticket), TOKENS))
+        await link.write(message)
+        code, details = await link.ended()
+        if not greeted and message.startswith(b"\x0a"):
+            assert (code, "hello" in details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+        else:
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details
+        assert ticket.state is TicketState.RESERVED
+        rig.room.book.close(ticket)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("sequence", [0, 1, 3, 2**32 - 1])
+@pytest.mark.parametrize("kind", ["open", "rows", "close"])
+async def test_a_gap_in_the_numbers_ends_the_stream(kind: str, sequence: int) -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        link.sequence = sequence - 1
+        await link.write(
+            {
+                "open": lambda: link.open_bytes(message, TOKENS),
+                "rows": lambda: link.rows_bytes(message, PIECES[0], KV),
+                "close": lambda: link.close_bytes(message, ALL_ROWS),
+            }[kind]()
+        )
+        code, details = await link.ended()
+        assert code is grpc.StatusCode.DATA_LOSS
+        assert f"sequence is {sequence}, 2 is next" in details
+        assert ticket.state is TicketState.RESERVED
+        assert not rig.pager.pages.any()
+        rig.room.book.close(ticket)
+
+
+async def test_a_prefill_worker_receives_nothing() -> None:
+    async with running_receiver(role="prefill") as rig:
+        link = rig.link()
+        code, details = await link.ended()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "Link is not served by a prefill worker" in details
+
+
+async def test_the_senders_end_comes_after_all_answers() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        rig.pager.go.clear()
+        frames = [link.open_bytes(message, TOKENS)]
+        frames += [link.rows_bytes(message, rows, KV) for rows in PIECES]
+        frames += [link.close_bytes(message, ALL_ROWS)]
+        for frame in frames:
+            await link.write(frame)
+        await link.call.done_writing()
+        rig.pager.go.set()
+        statuses = [(await link.receipt()).status for _ in frames]
+        assert statuses == [OK] * 5 + [COMMITTED]
+        assert (await link.ended())[0] is grpc.StatusCode.OK
+        rig.room.book.close(ticket)
+
+
+@pytest.mark.parametrize("limit", ["frames", "bytes"])
+async def test_what_is_not_answered_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    piece = Rows((0, 1), (0, 1))
+    size = len(piece.bytes_of(KV))
+    if limit == "frames":
+        monkeypatch.setattr(link_session, "MAX_FRAMES_IN_HAND", 5)
+    else:
+        monkeypatch.setattr(link_session, "MAX_BYTES_IN_HAND", 5 * size)
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        rig.pager.go.clear()
+        for _ in range(40):
+            await link.write(link.rows_bytes(message, piece, KV))
+        await rig.until(lambda: rig.pager.num_begun >= 5)
+        await asyncio.sleep(0.1)
+        assert rig.pager.num_begun == 5
+        rig.pager.go.set()
+        for _ in range(40):
+            assert (await link.receipt()).status == OK
+        rig.room.book.close(ticket)
+
+
+async def test_beats_keep_a_quiet_link_and_silence_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_session, "MAX_SILENCE_S", 0.5)
+    monkeypatch.setattr(link_session, "BEAT_EVERY_S", 0.1)
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        rig.pager.go.clear()  # the receiver beats while it works, too
+        await link.write(link.rows_bytes(message, PIECES[0], KV))
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            await link.write(Frame(beat=kv_transfer_pb2.KvBeat()).SerializeToString())
+        rig.pager.go.set()
+        assert (await link.receipt()).status == OK
+        assert link.num_beats >= 2
+        code, details = await link.ended()
+        assert code is grpc.StatusCode.UNAVAILABLE, details
+        assert "nothing was heard for 0.5 s" in details
+        assert ticket.state is TicketState.RESERVED
+        rig.room.book.close(ticket)
+
+
+# The lease: a ticket whose prefill worker is gone.
+
+
+@pytest.mark.parametrize("end", ["cut", "given up", "refused"])
+async def test_a_ticket_that_nobody_comes_back_to_is_void(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    for module in (incoming, link_session):
+        monkeypatch.setattr(module, "LEASE_S", 0.3)
+    monkeypatch.setattr(incoming.IncomingTransfer.break_off, "__defaults__", (0.3,))
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        waiting = rig.room.reserve(ticket_request(TOKENS))  # no transfer has begun
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(link.rows_bytes(message, PIECES[0], KV))
+        match end:
+            case "cut":
+                await link.cut()
+            case "given up":
+                await link.ok(link.close_bytes(message, commit=False))
+            case "refused":
+                await link.ask(link.close_bytes(message, ALL_ROWS))
+        await rig.until(lambda: ticket.state is TicketState.CLOSED)
+        assert ticket.settled.is_set()
+        assert "no KV came for 0.3 s from prefill-1" in (ticket.closed_because or "")
+        assert rig.room.pool.usage().held == 0
+        assert waiting.state is TicketState.RESERVED
+        rig.room.book.close(waiting)
+
+
+async def test_who_comes_back_in_time_has_a_lease_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (incoming, link_session):
+        monkeypatch.setattr(module, "LEASE_S", 0.4)
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        for _ in range(3):
+            link = await rig.greeted()
+            await link.ok(link.open_bytes(message, TOKENS))
+            await asyncio.sleep(0.2)
+            await link.cut()
+            await rig.until(lambda: ticket.state is TicketState.RESERVED)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await asyncio.sleep(0.6)
+        assert ticket.state is TicketState.LANDING
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        await link.ok(link.close_bytes(message, ALL_ROWS))
+        await link.cut()
+        await asyncio.sleep(0.6)
+        assert ticket.state is TicketState.LANDED
+        rig.room.book.close(ticket)

@@ -1,0 +1,261 @@
+"""IncomingTransfer: the fenced landing of one transfer in its ticket's blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import google_crc32c
+
+from legato.protos.kv_transfer_pb2 import KvReceipt, KvRows
+from legato.worker.handoff.frames import header_checksum
+from legato.worker.handoff.tickets import TicketState
+from legato.worker.kv.block_lease import LeaseReleasedError
+from legato.worker.kv.pager import DamagedChunkError
+from legato.worker.kv.row_range import RowRange
+
+if TYPE_CHECKING:
+    from legato.protos.kv_transfer_pb2 import KvClose
+    from legato.worker.handoff.landing import LandingRecord
+    from legato.worker.handoff.tickets import Ticket, TicketBook
+    from legato.worker.handoff.transfer_counters import TransferCounters
+    from legato.worker.kv.block_lease import BlockLease
+
+# More damage than this is not chance: the path or the sender is broken.
+MAX_DAMAGED_FRAMES = 16
+# A transfer has begun and its prefill worker has not been heard since: then the ticket is void.
+# As long as a sender tries to come back.
+LEASE_S = 5.0
+
+
+class RefusedError(Exception):
+    """The transfer is over; the message says which field of which message was wrong."""
+
+
+class RowWriter(Protocol):
+    """Of KvPager, what a receiver needs."""
+
+    async def write(
+        self, lease: BlockLease, rows: RowRange, data: memoryview, seed: int, crc: int
+    ) -> None:
+        """Checks the bytes, then lands them; in the order of the calls."""
+
+
+class WireSize(Protocol):
+    """Of WireFormat, what a receiver needs."""
+
+    def num_bytes(self, rows: RowRange) -> int:
+        """Of the rows on the wire."""
+
+
+@dataclass(eq=False)
+class Landing:
+    """What has landed for one ticket, over all its transfers. It lives with the ticket."""
+
+    sender_worker_id: str
+    record: LandingRecord
+    transfer: IncomingTransfer | None = None  # the one that may write
+    lapse: asyncio.TimerHandle | None = None  # where none may
+
+
+class IncomingTransfer:
+    """From an Open to its Close, its refusal, the end of its stream, or another Open of the ticket.
+
+    Used on the event loop. Nothing is written before everything about a frame has been checked,
+    and a write pins the ticket's blocks: between the check and the write the ticket may close, and
+    then nothing is written either. What was written before another Open came is in the pages
+    before anything of that one is, for the pager keeps the order.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        landing: Landing,
+        tickets: TicketBook,
+        pager: RowWriter,
+        wire: WireSize,
+        counters: TransferCounters,
+        *,
+        num_heads: int,
+    ) -> None:
+        """Of a ticket that is LANDING, or of one whose KV the same sender brought before."""
+        self.ticket = ticket
+        self._landing = landing
+        self._tickets = tickets
+        self._pager = pager
+        self._wire = wire
+        self._counters = counters
+        self._num_heads = num_heads
+        self._lands = ticket.state is TicketState.LANDING
+        self._num_damaged = 0
+        self._over: str | None = None  # why
+
+    def opened(self) -> KvReceipt:
+        """In answer to Open: what need not be sent."""
+        receipt = self._receipt(KvReceipt.STATUS_OK)
+        receipt.landed_tokens.extend(self._landing.record.landed_tokens())
+        receipt.reused_tokens = self._landing.record.num_reused
+        return receipt
+
+    async def land(self, header: KvRows, data: memoryview) -> KvReceipt:
+        """Rows; raises RefusedError, and then the transfer is over."""
+        try:
+            rows = self._check_rows(header, len(data))
+        except RefusedError:
+            if await is_damaged(header, data):  # then nothing that it says counts
+                return self._damaged(header)
+            raise
+        lease, record = self.ticket.lease, self._landing.record
+        assert lease is not None
+        try:
+            await self._pager.write(lease, rows, data, header_checksum(header), header.crc32c)
+        except LeaseReleasedError:
+            raise RefusedError("rows: the request ended, its blocks are gone") from None
+        except DamagedChunkError:
+            return self._damaged(header)
+        self._counters.bytes_received += len(data)
+        record.add(rows)
+        return self._receipt(KvReceipt.STATUS_OK, header)
+
+    def close(self, message: KvClose) -> KvReceipt:
+        """Commits or gives up; raises RefusedError where every row was to be there and is not.
+
+        A commit that was answered, and the answer lost, is answered again.
+        """
+        self._check_current("close", message.attempt)
+        if not message.commit:
+            self.break_off("the sender has given it up")
+            return self._receipt(KvReceipt.STATUS_OK)
+        record = self._landing.record
+        missing = record.first_missing()
+        if missing is not None:
+            raise RefusedError(
+                f"close: the row of layer {missing[0]}, token {missing[1]} has not landed"
+            )
+        if message.num_rows != record.num_rows:
+            raise RefusedError(
+                f"close: num_rows is {message.num_rows}, {record.num_rows} have landed"
+            )
+        if self._lands:
+            self._tickets.finish_landing(self.ticket)
+            self._counters.completed += 1
+        self._over = "the transfer has committed"
+        return self._receipt(KvReceipt.STATUS_COMMITTED)
+
+    def break_off(self, why: str, lease_s: float = LEASE_S) -> None:
+        """It has failed, if it is not over; nothing is freed. Another Open may come for `lease_s`:
+        then the ticket is void.
+        """
+        if self._over is not None:
+            return
+        self._over = why
+        if not self._lands:
+            return
+        self._counters.failed += 1
+        self._tickets.break_landing(self.ticket)
+        landing = self._landing
+        landing.transfer = None
+        if self.ticket.state is TicketState.RESERVED:
+            loop = asyncio.get_running_loop()
+            landing.lapse = loop.call_later(max(0.0, lease_s), self._lapse)
+
+    def give_way(self) -> None:
+        """Another Open of the ticket has come."""
+        self._over = "a later Open has taken the transfer over"
+
+    def _lapse(self) -> None:
+        if self.ticket.state is TicketState.RESERVED:
+            self._tickets.close(
+                self.ticket,
+                f"no KV came for {LEASE_S:g} s from {self._landing.sender_worker_id}, which had "
+                f"begun to send it",
+            )
+
+    def _check_rows(self, header: KvRows, num_data_bytes: int) -> RowRange:
+        self._check_current("rows", header.attempt)
+        if not self._lands:
+            raise RefusedError("rows: the KV is complete")
+        rows = row_range(header)
+        record = self._landing.record
+        if rows is None or rows.layer_end > record.num_layers:
+            raise RefusedError(
+                f"rows: {header.num_layers} layers from {header.layer_start} on, "
+                f"limit [0, {record.num_layers})"
+            )
+        # Below num_reused are the blocks that were found: others may read them.
+        if rows.token_start < record.num_reused or rows.token_end > record.num_tokens:
+            raise RefusedError(
+                f"rows: tokens {rows.token_start} to {rows.token_end} are not within "
+                f"[{record.num_reused}, {record.num_tokens})"
+            )
+        if rows.head_start + rows.num_heads > self._num_heads:
+            raise RefusedError(
+                f"rows: {rows.num_heads} KV heads from {rows.head_start} on, "
+                f"limit [0, {self._num_heads})"
+            )
+        expected = self._wire.num_bytes(rows)
+        if num_data_bytes != expected:
+            raise RefusedError(f"rows: data has {num_data_bytes} bytes, such rows have {expected}")
+        return rows
+
+    def _check_current(self, message: str, attempt: int) -> None:
+        """Raises RefusedError unless this is the ticket's transfer, and not over."""
+        if self._over is not None:
+            raise RefusedError(f"{message}: {self._over}")
+        if self.ticket.state is TicketState.CLOSED:
+            raise RefusedError(f"{message}: the ticket is closed")
+        if attempt != self.ticket.key.attempt:
+            raise RefusedError(
+                f"{message}: attempt is {attempt}, the ticket's is {self.ticket.key.attempt}"
+            )
+
+    def _damaged(self, header: KvRows) -> KvReceipt:
+        self._counters.chunks_refused += 1
+        self._num_damaged += 1
+        if self._num_damaged > MAX_DAMAGED_FRAMES:
+            raise RefusedError(
+                f"rows: {self._num_damaged} frames of this transfer were damaged, "
+                f"at most {MAX_DAMAGED_FRAMES} are sent again"
+            )
+        return self._receipt(KvReceipt.STATUS_RESEND, header)
+
+    def _receipt(
+        self, status: KvReceipt.Status.ValueType, header: KvRows | None = None
+    ) -> KvReceipt:
+        receipt = KvReceipt(epoch=self.ticket.epoch, attempt=self.ticket.key.attempt, status=status)
+        if header is not None:
+            name_rows(receipt, header)
+        return receipt
+
+
+def name_rows(receipt: KvReceipt, header: KvRows) -> None:
+    """Writes into an answer to Rows which they were."""
+    receipt.layer_start = header.layer_start
+    receipt.token_start = header.token_start
+    receipt.kv_head_start = header.kv_head_start
+
+
+def row_range(header: KvRows) -> RowRange | None:
+    """The rows that a header names; None where they are none, whatever the model is like."""
+    starts = (header.layer_start, header.token_start, header.kv_head_start)
+    counts = (header.num_layers, header.num_tokens, header.num_kv_heads)
+    if min(starts) < 0 or min(counts) < 1:
+        return None
+    return RowRange(
+        layer_start=header.layer_start,
+        num_layers=header.num_layers,
+        token_start=header.token_start,
+        num_tokens=header.num_tokens,
+        head_start=header.kv_head_start,
+        num_heads=header.num_kv_heads,
+    )
+
+
+async def is_damaged(header: KvRows, data: memoryview) -> bool:
+    """Whether the checksum is not that of the header and the rows; of those that go no further."""
+
+    def differs() -> bool:
+        return int(google_crc32c.extend(header_checksum(header), bytes(data))) != header.crc32c
+
+    return await asyncio.to_thread(differs)

@@ -1,0 +1,360 @@
+"""LinkSession: one stream of frames from a prefill worker, and their answers in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from legato.protos.kv_transfer_pb2 import (
+    KvAnswer,
+    KvBeat,
+    KvFrame,
+    KvReceipt,
+    KvRows,
+    KvWelcome,
+)
+from legato.worker.handoff.frames import RowsFrame, read_frame
+from legato.worker.handoff.incoming import (
+    LEASE_S,
+    RefusedError,
+    is_damaged,
+    name_rows,
+    row_range,
+)
+from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from legato.protos.kv_transfer_pb2 import KvClose, KvHello, KvOpen
+    from legato.worker.handoff.incoming import IncomingTransfer
+    from legato.worker.handoff.receiver import KvReceiver
+
+# What was read and is not answered: beyond that nothing is read, and gRPC makes the sender wait.
+MAX_FRAMES_IN_HAND = 64
+MAX_BYTES_IN_HAND = 4 << 20
+BEAT_EVERY_S = 0.5
+MAX_SILENCE_S = 2.5
+_MAX_REASON_CHARS = 500  # some of it may be what the sender sent
+
+
+class BadFrameError(Exception):
+    """The sender does not keep to the protocol."""
+
+
+class LostFrameError(Exception):
+    """A frame is missing in the sequence."""
+
+
+class SilenceError(Exception):
+    """The sender neither says anything nor takes what is said."""
+
+
+@dataclass(eq=False)
+class _InHand:
+    """A frame that is being handled: by a task, or as soon as all before it are answered."""
+
+    sequence: int
+    num_bytes: int
+    task: asyncio.Task[KvReceipt] | None
+    settle: Callable[[], KvReceipt] | None
+
+
+class LinkSession:
+    """Rows of several transfers are handled side by side; the pager takes them in their order.
+
+    A refusal ends one transfer, never the stream. Whatever ends the stream breaks its transfers
+    and frees nothing.
+    """
+
+    def __init__(
+        self,
+        receiver: KvReceiver,
+        frames: AsyncIterator[bytes],
+        write: Callable[[KvAnswer], Awaitable[None]],
+        *,
+        shared_memory: bool,
+    ) -> None:
+        """`shared_memory`: whether rows may come that way, where the sender offers it."""
+        self._receiver = receiver
+        self._frames = frames
+        self._write = write
+        self._takes_memory = shared_memory
+        self._memory: ReceiverMemory | None = None
+        self._sender_worker_id = ""
+        self._transfers: dict[int, IncomingTransfer] = {}  # by epoch, up to their Close
+        self._live: set[IncomingTransfer] = set()  # up to its answer
+        self._next_sequence = 1
+        self._heard_at_s = asyncio.get_running_loop().time()
+        self._in_hand: deque[_InHand | None] = deque()  # None: the sender's end
+        self._bytes_in_hand = 0
+        self._more = asyncio.Event()  # in hand
+        self._room = asyncio.Event()  # for one more
+        self._turn = asyncio.Lock()  # to write: nothing that is being written is broken off
+
+    async def run(self) -> None:
+        """To the sender's end of the stream.
+
+        Raises:
+            RefusedError: its Hello does not fit this worker.
+            BadFrameError, LostFrameError, SilenceError: the stream cannot go on.
+        """
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self._greet()
+            loop = asyncio.get_running_loop()
+            tasks = [loop.create_task(self._read_all()), loop.create_task(self._answer_all())]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            # The lease is counted from when the sender was last heard.
+            lease_s = self._heard_at_s + LEASE_S - asyncio.get_running_loop().time()
+            for transfer in self._live:
+                transfer.break_off("its stream has ended", lease_s)
+            await self._stop(tasks)
+            if self._memory is not None:
+                self._memory.close()
+
+    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        rows = [entry.task for entry in self._in_hand if entry is not None and entry.task]
+        for each in rows:
+            each.cancel()
+        with suppress(TimeoutError):  # the sender takes nothing
+            async with asyncio.timeout(MAX_SILENCE_S):
+                await self._turn.acquire()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *rows, return_exceptions=True)
+
+    async def _greet(self) -> None:
+        frame = await self._next_frame()
+        if not isinstance(frame, KvFrame) or frame.WhichOneof("frame") != "hello":
+            raise BadFrameError("the first frame is no hello")
+        hello = frame.hello
+        self._receiver.check(hello)
+        self._sender_worker_id = hello.sender_worker_id
+        welcome = KvWelcome(worker_id=self._receiver.worker_id)
+        welcome.memory_refused = self._open_memory(hello)
+        welcome.shared_memory = self._memory is not None
+        await self._say(KvAnswer(welcome=welcome))
+
+    def _open_memory(self, hello: KvHello) -> str:
+        """Why not, or ""."""
+        if not hello.HasField("memory"):
+            return ""
+        if not self._takes_memory:
+            return "kv_lane of the receiver is grpc"
+        try:
+            self._memory = ReceiverMemory.open(hello.memory)
+        except MemoryRefusedError as error:
+            return str(error)[:_MAX_REASON_CHARS]
+        return ""
+
+    # What the sender says.
+
+    async def _read_all(self) -> None:
+        while True:
+            while (
+                len(self._in_hand) >= MAX_FRAMES_IN_HAND or self._bytes_in_hand >= MAX_BYTES_IN_HAND
+            ):
+                self._room.clear()
+                await self._room.wait()
+            frame = await self._next_frame()
+            if frame is None:
+                self._in_hand.append(None)
+                self._more.set()
+                return
+            self._take(frame)
+
+    async def _next_frame(self) -> KvFrame | RowsFrame | None:
+        """None: the sender has ended its side."""
+        try:
+            async with asyncio.timeout(MAX_SILENCE_S):
+                message = await anext(self._frames, None)
+        except TimeoutError:
+            raise SilenceError(f"nothing was heard for {MAX_SILENCE_S:g} s") from None
+        self._heard_at_s = asyncio.get_running_loop().time()
+        if message is None:
+            return None
+        try:
+            return read_frame(message)
+        except DecodeError as error:
+            raise BadFrameError(
+                f"the request of {len(message)} bytes is malformed: {error}"
+            ) from None
+
+    def _take(self, frame: KvFrame | RowsFrame) -> None:
+        if isinstance(frame, RowsFrame):
+            self._take_rows(frame.header, frame.data)
+            return
+        match frame.WhichOneof("frame"):
+            case "open":
+                self._check_sequence(frame.open.sequence)
+                # At once: its rows may follow before it is answered.
+                receipt = self._open(frame.open)
+                self._hold(frame.open.sequence, 0, None, lambda: receipt)
+            case "rows":
+                self._take_rows(frame.rows, self._data_in_memory(frame.rows))
+            case "close":
+                close = frame.close
+                self._check_sequence(close.sequence)
+                # What follows is not of this transfer; what came before is to land first.
+                transfer = self._transfers.pop(close.epoch, None)
+                self._hold(close.sequence, 0, None, partial(self._close, close, transfer))
+            case "beat":
+                pass
+            case other:
+                raise BadFrameError(f"frame is {other}, open, rows, close or beat is expected now")
+
+    def _data_in_memory(self, header: KvRows) -> memoryview | None:
+        """A copy of the rows in the sender's memory: what is checked is to be what is written, and
+        they may change at any time. None where there can be none.
+        """
+        if header.WhichOneof("rows") != "slot":
+            return memoryview(b"")
+        if self._memory is None:
+            raise BadFrameError("rows.slot: no shared memory was agreed upon")
+        rows = row_range(header)
+        if rows is None:
+            return None
+        try:
+            return memoryview(
+                bytes(self._memory.slot(header.slot, self._receiver.wire.num_bytes(rows)))
+            )
+        except ValueError:
+            return None
+
+    def _take_rows(self, header: KvRows, data: memoryview | None) -> None:
+        self._check_sequence(header.sequence)
+        work = self._land(self._transfers.get(header.epoch), header, data)
+        task = asyncio.get_running_loop().create_task(work)
+        self._hold(header.sequence, 0 if data is None else len(data), task, None)
+
+    def _check_sequence(self, sequence: int) -> None:
+        if sequence != self._next_sequence:
+            raise LostFrameError(
+                f"sequence is {sequence}, {self._next_sequence} is next: frames are lost or doubled"
+            )
+        self._next_sequence += 1
+
+    def _hold(
+        self,
+        sequence: int,
+        num_bytes: int,
+        task: asyncio.Task[KvReceipt] | None,
+        settle: Callable[[], KvReceipt] | None,
+    ) -> None:
+        self._in_hand.append(_InHand(sequence, num_bytes, task, settle))
+        self._bytes_in_hand += num_bytes
+        self._more.set()
+
+    # What becomes of it.
+
+    def _open(self, message: KvOpen) -> KvReceipt:
+        key = message.ticket.key
+        try:
+            transfer = self._receiver.open(message, self._sender_worker_id)
+        except RefusedError as error:
+            return _refusal(message.ticket.epoch, key.attempt, error)
+        self._transfers[message.ticket.epoch] = transfer
+        self._live.add(transfer)
+        return transfer.opened()
+
+    async def _land(
+        self, transfer: IncomingTransfer | None, header: KvRows, data: memoryview | None
+    ) -> KvReceipt:
+        if data is None or (transfer is None and await is_damaged(header, data)):
+            # Where no transfer is named that is open: it cannot be told whose they are.
+            self._receiver.counters.chunks_refused += 1
+            receipt = KvReceipt(
+                epoch=header.epoch, attempt=header.attempt, status=KvReceipt.STATUS_RESEND
+            )
+            name_rows(receipt, header)
+            return receipt
+        try:
+            if transfer is None:
+                raise RefusedError(f"rows: no transfer of epoch {header.epoch} is open here")
+            return await transfer.land(header, data)
+        except RefusedError as error:
+            self._receiver.counters.chunks_refused += 1
+            receipt = _refusal(header.epoch, header.attempt, error)
+            name_rows(receipt, header)
+            self._end(transfer, error)
+            return receipt
+
+    def _close(self, message: KvClose, transfer: IncomingTransfer | None) -> KvReceipt:
+        try:
+            if transfer is None:
+                raise RefusedError(f"close: no transfer of epoch {message.epoch} is open here")
+            receipt = transfer.close(message)
+        except RefusedError as error:
+            self._end(transfer, error)
+            return _refusal(message.epoch, message.attempt, error)
+        self._live.discard(transfer)
+        return receipt
+
+    def _end(self, transfer: IncomingTransfer | None, error: RefusedError) -> None:
+        if transfer is None:
+            return
+        transfer.break_off(str(error))
+        self._live.discard(transfer)
+        epoch = transfer.ticket.epoch
+        if self._transfers.get(epoch) is transfer:
+            del self._transfers[epoch]
+
+    # What is said to the sender.
+
+    async def _answer_all(self) -> None:
+        while True:
+            while not self._in_hand:
+                self._more.clear()
+                await self._unless_silent(self._more.wait())
+            entry = self._in_hand[0]
+            if entry is None:
+                return
+            if entry.task is not None:
+                await self._unless_silent(entry.task)
+                receipt = entry.task.result()
+            else:
+                assert entry.settle is not None
+                receipt = entry.settle()
+            receipt.sequence = entry.sequence
+            await self._say(KvAnswer(receipt=receipt))
+            self._in_hand.popleft()
+            self._bytes_in_hand -= entry.num_bytes
+            self._room.set()
+
+    async def _unless_silent(self, step: Awaitable[object]) -> None:
+        """Waits for it, and says that it is still there where that takes long."""
+        waiting = asyncio.ensure_future(step)
+        if waiting.done():
+            return
+        try:
+            while not (await asyncio.wait({waiting}, timeout=BEAT_EVERY_S))[0]:
+                await self._say(KvAnswer(beat=KvBeat()))
+        finally:
+            waiting.cancel()
+
+    async def _say(self, answer: KvAnswer) -> None:
+        async with self._turn:
+            try:
+                async with asyncio.timeout(MAX_SILENCE_S):
+                    await self._write(answer)
+            except TimeoutError:
+                raise SilenceError(f"no answer was taken for {MAX_SILENCE_S:g} s") from None
+
+
+def _refusal(epoch: int, attempt: int, error: RefusedError) -> KvReceipt:
+    return KvReceipt(
+        epoch=epoch,
+        attempt=attempt,
+        status=KvReceipt.STATUS_REFUSED,
+        reason=str(error)[:_MAX_REASON_CHARS],
+    )
