@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from legato.worker.handoff import sender
+from legato.worker.handoff import link, link_session, sender
 from legato.worker.handoff.sender import KvSender
-from legato.worker.kv import wire
+from legato.worker.handoff.shared_memory import SenderMemory
+from legato.worker.handoff.transfer_counters import TransferCounters
+from legato.worker.kv.progress import KvProgress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,43 +18,69 @@ if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.node import WorkerNode
 
-LANES = ("grpc",)
+LANES = ("grpc", "shared_memory")
 
 
 class LaneSender:
-    """Sends the rows of a computed sequence by the lane given, and by no other."""
+    """Sends the rows of computed sequences by the lane given, and by no other."""
 
     def __init__(self, node: WorkerNode, lane: str) -> None:
         assert lane in LANES
-        self._sender = KvSender(node.identity, node.pager, node.peers, node.transfers)
+        self._lane = lane
+        self._num_layers = node.identity.kv_shape.num_layers
+        self._counters = TransferCounters()
+        self._sender = KvSender(
+            node.identity,
+            node.pager,
+            node.pager.wire,
+            self._counters,
+            SenderMemory.create if lane == "shared_memory" else None,
+        )
 
     async def send(
         self, lease: BlockLease, num_tokens: int, ticket: worker_pb2.KvTicket, address: str
     ) -> int:
-        """Returns the bytes when the receiver has committed; raises HandoffError."""
-        result = await self._sender.send(lease, num_tokens, ticket, address)
+        """Returns the bytes when the receiver has committed.
+
+        Raises:
+            HandoffError: it has not.
+            RuntimeError: rows went by the other lane.
+        """
+        progress = KvProgress.complete(lease, self._num_layers, num_tokens)
+        result = await self._sender.send(progress, ticket, address)
+        counters = self._counters
+        by_grpc = self._lane == "grpc"
+        if counters.bytes_by_memory if by_grpc else counters.bytes_by_grpc:
+            raise RuntimeError(f"rows went by another lane than {self._lane}: see the log")
         return result.kv_bytes
 
     async def close(self) -> None:
-        """The node closes the connections."""
+        """Ends its link."""
+        await self._sender.close()
 
 
 def chunk_bytes() -> int:
     """What a chunk has at most."""
-    return wire.MAX_CHUNK_BYTES
+    return sender.CHUNK_BYTES
 
 
 def window_bytes() -> int:
     """What may be unanswered."""
-    return sender.WINDOW_BYTES
+    return link.WINDOW_BYTES
 
 
 @contextmanager
 def transport(chunk: int, window: int) -> Iterator[None]:
     """Senders made within have these constants instead of the product's."""
-    before = wire.MAX_CHUNK_BYTES, sender.WINDOW_BYTES
-    wire.MAX_CHUNK_BYTES, sender.WINDOW_BYTES = chunk, window
+    before = sender.CHUNK_BYTES, link.WINDOW_BYTES, link.WINDOW_CHUNKS
+    sender.CHUNK_BYTES, link.WINDOW_BYTES = chunk, window
+    link.WINDOW_CHUNKS = window // chunk + 1  # bytes alone bound it
     try:
         yield
     finally:
-        wire.MAX_CHUNK_BYTES, sender.WINDOW_BYTES = before
+        sender.CHUNK_BYTES, link.WINDOW_BYTES, link.WINDOW_CHUNKS = before
+
+
+def receive_window(window: int) -> None:
+    """Links that this process receives by have so many bytes in hand at most, from now on."""
+    link_session.MAX_BYTES_IN_HAND = window

@@ -20,6 +20,7 @@ import numpy as np
 from legato.bench.handoff.bare_grpc import SERVICE, STREAM_HANDLERS
 from legato.bench.handoff.copies import SharedRing
 from legato.bench.handoff.kv_model import loaded_model, worker_config
+from legato.bench.handoff.lanes import receive_window
 from legato.bench.handoff.rows_digest import rows_digest
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.server import WorkerServer
@@ -40,6 +41,7 @@ class Requests:
         asked: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "CopyOut": self.copy_out,
             "Digest": self.digest,
+            "Window": self.window,
         }
         return {name: _json_handler(answer) for name, answer in asked.items()}
 
@@ -65,6 +67,11 @@ class Requests:
             rows_digest, node.cache, ticket.lease.blocks, asked["num_tokens"]
         )
         return {"digest": digest}
+
+    async def window(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What may be in hand: that of the sending process."""
+        receive_window(asked["num_bytes"])
+        return {}
 
 
 def _json_handler(

@@ -28,5 +28,6 @@ def settings() -> Iterator[tuple[int, int]]:
 async def sweep(workers: TwoWorkers, num_tokens: int, num_rounds: int) -> AsyncIterator[Rates]:
     """One setting after the other, each beside bare gRPC with the same one."""
     for chunk, window in settings():
+        await workers.ask("Window", num_bytes=window)
         with transport(chunk, window):
             yield await RatesRun(workers, num_tokens, LANES).measure(num_rounds, [BARE_GRPC])
