@@ -22,7 +22,12 @@ def crc32c(data: memoryview | bytes, seed: int = 0) -> int:
 def native_crc32c(data: memoryview | bytes, seed: int, way: int) -> int:
     """By table (0), the CPU's instruction (1) or products (2); at most the best there is here."""
     function = native.direct(
-        "lg_crc32c", ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        "lg_crc32c",
+        ctypes.c_uint32,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
     )
     with memoryview(data) as view:
         return int(function(seed, buffer_address(view), view.nbytes, way))

@@ -10,9 +10,10 @@ import logging
 import os
 import signal
 import sys
+from typing import get_args
 
 from legato.worker.byte_size import parse_byte_size, parse_byte_size_or_0, parse_fraction
-from legato.worker.config import KV_WIRES, WEIGHTS, WorkerConfig
+from legato.worker.config import KV_WIRES, WEIGHTS, KvLane, WorkerConfig
 
 EXIT_CANNOT_START = 2
 EXIT_SECOND_SIGNAL = 130
@@ -56,6 +57,7 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
         device=arguments.device,
         dtype=arguments.dtype,
         kv_cache=arguments.kv_cache,
+        kv_lane=arguments.kv_lane,
         kv_wire=arguments.kv_wire,
         deterministic=arguments.deterministic,
         weights=arguments.weights,
@@ -124,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache", default="auto", help="auto, fp8 or int8")
+    parser.add_argument(
+        "--kv-lane",
+        default="auto",
+        choices=get_args(KvLane),
+        help="auto: KV goes through shared memory to decode workers on this host; grpc: never",
+    )
     parser.add_argument(
         "--kv-wire",
         default="same",

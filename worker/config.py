@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 Role = Literal["prefill", "decode"]
 Admission = Literal["expected", "reserve"]
+KvLane = Literal["auto", "grpc"]
 KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHTS = (
     "auto",  # as the checkpoint has them, GGUF's blocks in the dtype
@@ -32,6 +33,8 @@ class WorkerConfig:
     dtype: str = "auto"  # auto, float32, bfloat16, float16; auto is float32 on a CPU
     deterministic: bool = False  # plain products too have one order of sums for every batch
     kv_cache: str = "auto"  # auto, fp8, int8; auto is the dtype of the weights
+    # auto: through shared memory to receivers on this host; grpc: never.
+    kv_lane: KvLane = "auto"
     kv_wire: str = "same"  # what KV is sent as: one of KV_WIRES; same is the dtype of the pages
     weights: str = "auto"  # of the matrices: one of WEIGHTS
     kv_memory_bytes: int = 1 << 30
@@ -77,6 +80,8 @@ class WorkerConfig:
             )
         if self.kv_cache not in ("auto", "fp8", "int8"):
             raise ValueError(f"kv_cache must be auto, fp8 or int8, got {self.kv_cache!r}")
+        if self.kv_lane not in get_args(KvLane):
+            raise ValueError(f"kv_lane must be auto or grpc, got {self.kv_lane!r}")
         if self.kv_wire not in KV_WIRES:
             raise ValueError(f"kv_wire must be one of {', '.join(KV_WIRES)}, got {self.kv_wire!r}")
         if self.weights not in WEIGHTS:

@@ -7,12 +7,12 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from legato.protos import kv_transfer_pb2_grpc, worker_pb2_grpc
+from legato.protos import worker_pb2_grpc
 from legato.worker.engine import Engine
-from legato.worker.handoff.peers import PeerChannels
 from legato.worker.handoff.receiver import KvReceiver
 from legato.worker.handoff.room_notes import RoomNotes
 from legato.worker.handoff.sender import KvSender
+from legato.worker.handoff.shared_memory import SenderMemory
 from legato.worker.handoff.tickets import TicketBook
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
@@ -60,9 +60,10 @@ class WorkerNode:
     engine: Engine
     tickets: TicketBook
     pager: KvPager
-    peers: PeerChannels
+    sender: KvSender
     transfers: TransferCounters
     prefix_cache: bool
+    shared_memory: bool  # whether KV may go that way
 
     @classmethod
     def build(
@@ -114,28 +115,34 @@ class WorkerNode:
         # Each knows of the other: the engine is told what the tickets give back.
         notes = RoomNotes(engine, lambda: tickets.wanted(), loop)
         tickets = TicketBook(pool, ledger, block_size=config.block_size, on_change=notes.tell)
+        identity = Identity(
+            worker_id=f"{config.role}-{uuid.uuid4().hex}",
+            role=config.role,
+            model_fingerprint=loaded.fingerprint,
+            weights=loaded.weights,
+            model=model,
+            dtype=loaded.dtype,
+            context_length=_context_length(config, model.context_length),
+            kv_shape=shape,
+            total_blocks=num_blocks,
+        )
+        pager = KvPager(cache, WireFormat.of(shape, config.kv_wire))
+        transfers = TransferCounters()
+        shared_memory = config.kv_lane == "auto"
+        new_memory = SenderMemory.create if shared_memory else None
         return cls(
-            identity=Identity(
-                worker_id=f"{config.role}-{uuid.uuid4().hex}",
-                role=config.role,
-                model_fingerprint=loaded.fingerprint,
-                weights=loaded.weights,
-                model=model,
-                dtype=loaded.dtype,
-                context_length=_context_length(config, model.context_length),
-                kv_shape=shape,
-                total_blocks=num_blocks,
-            ),
+            identity=identity,
             lifecycle=lifecycle,
             pool=pool,
             host_pool=host_pool,
             cache=cache,
             engine=engine,
             tickets=tickets,
-            pager=KvPager(cache, WireFormat.of(shape, config.kv_wire)),
-            peers=PeerChannels(),
-            transfers=TransferCounters(),
+            pager=pager,
+            sender=KvSender(identity, pager, pager.wire, transfers, new_memory),
+            transfers=transfers,
             prefix_cache=config.prefix_cache,
+            shared_memory=shared_memory,
         )
 
     def load(self) -> common_pb2.WorkerLoad:
@@ -157,7 +164,7 @@ class WorkerNode:
                 self.identity,
                 self.lifecycle,
                 self.engine,
-                KvSender(self.identity, self.pager, self.peers, self.transfers),
+                self.sender,
                 prefix_cache=self.prefix_cache,
             ),
             server,
@@ -172,15 +179,13 @@ class WorkerNode:
             ),
             server,
         )
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(
-            KvTransferService(self.identity.role, self._new_receiver), server
+        receiver = KvReceiver(self.identity, self.tickets, self.pager, self.transfers)
+        KvTransferService(self.identity.role, receiver, shared_memory=self.shared_memory).add_to(
+            server
         )
         worker_pb2_grpc.add_WorkerControlServicer_to_server(
             ControlService(self.identity, self.lifecycle, self.load, begin_drain), server
         )
-
-    def _new_receiver(self) -> KvReceiver:
-        return KvReceiver(self.identity, self.tickets, self.pager, self.transfers)
 
 
 def _context_length(config: WorkerConfig, model_limit: int) -> int:

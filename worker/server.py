@@ -171,7 +171,7 @@ class WorkerServer:
         self._lifecycle.move_to(Phase.DEAD)
         for task in self._tasks:
             task.cancel()
-        await self.node.peers.close()
+        await self.node.sender.close()
         self.node.tickets.close_all()
         if not await asyncio.to_thread(self.node.engine.stop, _ENGINE_STOP_TIMEOUT_S):
             _log.error("the engine did not end within %g s", _ENGINE_STOP_TIMEOUT_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -203,12 +203,20 @@ class Link:
     async def ended(self) -> tuple[grpc.StatusCode, str]:
         """Reads to the end of the call."""
         async with asyncio.timeout(WAIT_S):
-            while await self.call.read() is not grpc.aio.EOF:
-                pass
+            with suppress(grpc.aio.AioRpcError):  # which has the status, too
+                while await self.call.read() is not grpc.aio.EOF:
+                    pass
             return await self.call.code(), await self.call.details() or ""
 
     async def cut(self) -> None:
         self.call.cancel()
+
+
+class FakeWire:
+    name = "same"
+
+    def num_bytes(self, rows: RowRange) -> int:
+        return rows.num_layers * 2 * rows.num_tokens * rows.num_heads * HEAD_DIM * 4
 
 
 class FakePager:
@@ -220,6 +228,7 @@ class FakePager:
         self.go = threading.Event()
         self.go.set()
         self.num_begun = 0
+        self.wire = FakeWire()
         self._executor = ThreadPoolExecutor(max_workers=1)
 
     async def write(
@@ -244,11 +253,6 @@ class FakePager:
     def rows_of(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
         slots = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(num_tokens)]
         return self.pages[:, :, slots]
-
-
-class FakeWire:
-    def num_bytes(self, rows: RowRange) -> int:
-        return rows.num_layers * 2 * rows.num_tokens * rows.num_heads * HEAD_DIM * 4
 
 
 @dataclass
@@ -307,7 +311,8 @@ async def running_receiver(
         kv_shape=KvShape(LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, dtype),
         total_blocks=num_blocks,
     )
-    receiver = KvReceiver(identity, kv_wire, room.book, pager, FakeWire(), counters)
+    pager.wire.name = kv_wire
+    receiver = KvReceiver(identity, room.book, pager, counters)  # type: ignore[arg-type]  # a fake
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
     KvTransferService(identity.role, receiver, shared_memory=shared_memory).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -216,9 +216,13 @@ def test_a_sender_cannot_shrink_what_a_receiver_reads() -> None:
     sender.close()
 
 
-@pytest.mark.parametrize(
-    "numbers", [(0, 1), (1, 0), (-1, 5), (1, MAX_MEMORY_BYTES), (1 << 40, 1 << 40)]
-)
-def test_absurd_sizes_are_the_callers_fault(numbers: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="limit"):
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0), (-1, 5)])
+def test_no_slots_are_the_callers_fault(numbers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="limit 1"):
+        SenderMemory.create(*numbers)
+
+
+@pytest.mark.parametrize("numbers", [(1, MAX_MEMORY_BYTES), (1 << 40, 1 << 40)])
+def test_more_than_a_receiver_maps_is_not_made(numbers: tuple[int, int]) -> None:
+    with no_leak(), pytest.raises(MemoryRefusedError, match="limit"):
         SenderMemory.create(*numbers)

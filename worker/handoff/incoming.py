@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import google_crc32c
+from typing import TYPE_CHECKING
 
 from legato.protos.kv_transfer_pb2 import KvReceipt, KvRows
 from legato.worker.handoff.frames import header_checksum
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from legato.worker.handoff.landing import LandingRecord
     from legato.worker.handoff.tickets import Ticket, TicketBook
     from legato.worker.handoff.transfer_counters import TransferCounters
-    from legato.worker.kv.block_lease import BlockLease
+    from legato.worker.kv.pager import KvPager
 
 # More damage than this is not chance: the path or the sender is broken.
 MAX_DAMAGED_FRAMES = 16
@@ -31,22 +29,6 @@ LEASE_S = 5.0
 
 class RefusedError(Exception):
     """The transfer is over; the message says which field of which message was wrong."""
-
-
-class RowWriter(Protocol):
-    """Of KvPager, what a receiver needs."""
-
-    async def write(
-        self, lease: BlockLease, rows: RowRange, data: memoryview, seed: int, crc: int
-    ) -> None:
-        """Checks the bytes, then lands them; in the order of the calls."""
-
-
-class WireSize(Protocol):
-    """Of WireFormat, what a receiver needs."""
-
-    def num_bytes(self, rows: RowRange) -> int:
-        """Of the rows on the wire."""
 
 
 @dataclass(eq=False)
@@ -73,8 +55,7 @@ class IncomingTransfer:
         ticket: Ticket,
         landing: Landing,
         tickets: TicketBook,
-        pager: RowWriter,
-        wire: WireSize,
+        pager: KvPager,
         counters: TransferCounters,
         *,
         num_heads: int,
@@ -84,7 +65,6 @@ class IncomingTransfer:
         self._landing = landing
         self._tickets = tickets
         self._pager = pager
-        self._wire = wire
         self._counters = counters
         self._num_heads = num_heads
         self._lands = ticket.state is TicketState.LANDING
@@ -194,7 +174,7 @@ class IncomingTransfer:
                 f"rows: {rows.num_heads} KV heads from {rows.head_start} on, "
                 f"limit [0, {self._num_heads})"
             )
-        expected = self._wire.num_bytes(rows)
+        expected = self._pager.wire.num_bytes(rows)
         if num_data_bytes != expected:
             raise RefusedError(f"rows: data has {num_data_bytes} bytes, such rows have {expected}")
         return rows
@@ -256,6 +236,6 @@ async def is_damaged(header: KvRows, data: memoryview) -> bool:
     """Whether the checksum is not that of the header and the rows; of those that go no further."""
 
     def differs() -> bool:
-        return int(google_crc32c.extend(header_checksum(header), bytes(data))) != header.crc32c
+        return crc32c(data, header_checksum(header)) != header.crc32c
 
     return await asyncio.to_thread(differs)

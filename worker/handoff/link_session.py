@@ -214,8 +214,8 @@ class LinkSession:
                 raise BadFrameError(f"frame is {other}, open, rows, close or beat is expected now")
 
     def _data_in_memory(self, header: KvRows) -> memoryview | None:
-        """A copy of the rows in the sender's memory: what is checked is to be what is written, and
-        they may change at any time. None where there can be none.
+        """The rows in the sender's memory, where they may change at any time: see `KvPager.write`.
+        None where there can be none.
         """
         if header.WhichOneof("rows") != "slot":
             return memoryview(b"")
@@ -225,9 +225,7 @@ class LinkSession:
         if rows is None:
             return None
         try:
-            return memoryview(
-                bytes(self._memory.slot(header.slot, self._receiver.wire.num_bytes(rows)))
-            )
+            return self._memory.slot(header.slot, self._receiver.wire.num_bytes(rows))
         except ValueError:
             return None
 

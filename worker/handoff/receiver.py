@@ -10,10 +10,10 @@ from legato.worker.handoff.tickets import AttemptKey, TicketState
 
 if TYPE_CHECKING:
     from legato.protos.kv_transfer_pb2 import KvHello, KvOpen
-    from legato.worker.handoff.incoming import RowWriter, WireSize
     from legato.worker.handoff.tickets import Ticket, TicketBook
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.identity import Identity
+    from legato.worker.kv.pager import KvPager
 
 
 class KvReceiver:
@@ -22,24 +22,20 @@ class KvReceiver:
     def __init__(
         self,
         identity: Identity,
-        kv_wire: str,
         tickets: TicketBook,
-        pager: RowWriter,
-        wire: WireSize,
+        pager: KvPager,
         counters: TransferCounters,
     ) -> None:
-        """`kv_wire`: the setting, and `wire` what it means for this worker's pages."""
         self.worker_id = identity.worker_id
-        self.wire = wire
+        self.wire = pager.wire
         self.counters = counters
         self._identity = identity
-        self._kv_wire = kv_wire
         self._tickets = tickets
         self._pager = pager
 
     def check(self, hello: KvHello) -> None:
         """Raises RefusedError naming the first field that does not fit."""
-        mismatch = self._identity.mismatch(hello, self._kv_wire)
+        mismatch = self._identity.mismatch(hello, self.wire.name)
         if mismatch is not None:
             raise RefusedError(f"hello: {mismatch}")
 
@@ -78,7 +74,6 @@ class KvReceiver:
             landing,
             self._tickets,
             self._pager,
-            self.wire,
             self.counters,
             num_heads=shape.num_kv_heads,
         )

@@ -25,7 +25,7 @@ _NAME = "legato-kv"
 _SHOWN_AS = re.compile(rf"/memfd:{_NAME} \(deleted\)")
 
 
-class MemoryRefusedError(Exception):
+class MemoryRefusedError(OSError):
     """The memory cannot be had, or is not to be trusted; the message says why."""
 
 
@@ -46,14 +46,15 @@ class SenderMemory:
         """All of it is taken at once.
 
         Raises:
-            MemoryRefusedError: this machine has none to give.
-            ValueError: a number is below 1, or together they exceed MAX_MEMORY_BYTES.
+            MemoryRefusedError: this machine has none to give, or it would be more than
+                MAX_MEMORY_BYTES.
+            ValueError: a number is below 1.
         """
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(f"num_slots and slot_bytes are {num_slots}, {slot_bytes}, limit 1")
         size = SLOTS_OFFSET + num_slots * slot_bytes
         if size > MAX_MEMORY_BYTES:
-            raise ValueError(
+            raise MemoryRefusedError(
                 f"{num_slots} slots of {slot_bytes} bytes are {size} bytes in all, "
                 f"limit {MAX_MEMORY_BYTES}"
             )
@@ -136,6 +137,8 @@ class ReceiverMemory:
             raise MemoryRefusedError(f"{path}: {error.strerror}") from None
         try:
             memory = _map(path, named, description)
+        except MemoryRefusedError:
+            raise
         except OSError as error:
             raise MemoryRefusedError(f"{path}: {error.strerror}") from None
         finally:
