@@ -86,15 +86,20 @@ __attribute__((target("avx512f,vpclmulqdq"))) static inline __m512i move_on(__m5
     return _mm512_ternarylogic_epi64(low, high, plus, 0x96);
 }
 
-__attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"))) static uint32_t
-by_product(uint32_t crc, const unsigned char *p, size_t size) {
-    if (size < 512) return one_by_one(crc, p, size);
+/* Also copies to `to`, if that is not NULL, and fetches what lies at `ahead` meanwhile. */
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"), always_inline)) static inline uint32_t
+fold(uint32_t crc, const unsigned char *p, size_t size, char *to, const char *ahead) {
     const __m512i by = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)on_2048));
-    __m512i x[4];
-    for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(p + 64 * i);
-    x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
-    for (p += 256, size -= 256; size >= 256; p += 256, size -= 256)
-        for (int i = 0; i < 4; i++) x[i] = move_on(x[i], by, _mm512_loadu_si512(p + 64 * i));
+    __m512i x[4] = {_mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc))};
+    for (size_t at = 0; at + 256 <= size; at += 256)
+        for (int i = 0; i < 4; i++) {
+            const __m512i next = _mm512_loadu_si512(p + at + 64 * i);
+            if (to != NULL) {
+                _mm512_storeu_si512(to + at + 64 * i, next);
+                __builtin_prefetch(ahead + at + 64 * i, 0, 2);
+            }
+            x[i] = at > 0 ? move_on(x[i], by, next) : _mm512_xor_si512(x[i], next);
+        }
     const __m512i by_512 = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)on_512));
     for (int i = 0; i < 3; i++) x[i + 1] = move_on(x[i], by_512, x[i + 1]);
     const __m128i by_128 = _mm_loadu_si128((const __m128i *)on_128);
@@ -106,7 +111,21 @@ by_product(uint32_t crc, const unsigned char *p, size_t size) {
                                    _mm_clmulepi64_si128(y, by_128, 0x11), lanes[i], 0x96);
     crc = (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(y));
     crc = (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(y, 1));
-    return one_by_one(crc, p, size);
+    const size_t done = size / 256 * 256;
+    if (to != NULL) memcpy(to + done, p + done, size - done);
+    return one_by_one(crc, p + done, size - done);
+}
+
+#define LEAST 512 /* bytes; fewer are not worth it */
+
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"))) static uint32_t
+by_product(uint32_t crc, const unsigned char *p, size_t size) {
+    return size < LEAST ? one_by_one(crc, p, size) : fold(crc, p, size, NULL, NULL);
+}
+
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"))) static uint32_t
+copy_by_product(uint32_t crc, const unsigned char *p, size_t size, char *to, const char *ahead) {
+    return fold(crc, p, size, to, ahead);
 }
 
 static void find_halves(uint64_t halves[2], int num_bits) {
@@ -149,6 +168,19 @@ static uint32_t extend(int way, uint32_t seed, const void *data, size_t size) {
 
 uint32_t lg_crc32c_extend(uint32_t seed, const void *data, size_t size) {
     return extend(best_way, seed, data, size);
+}
+
+uint32_t lg_crc32c_copy(uint32_t seed, char *to, const char *from, size_t size, const char *ahead) {
+#if defined(__AVX512F__)
+    if (best_way == BY_PRODUCT && size >= LEAST)
+        return ~copy_by_product(~seed, (const unsigned char *)from, size, to, ahead);
+#endif
+    for (size_t i = 0; i + 64 <= size; i += 64) {
+        __builtin_prefetch(ahead + i, 0, 2);
+        memcpy(to + i, from + i, 64);
+    }
+    memcpy(to + size / 64 * 64, from + size / 64 * 64, size % 64);
+    return extend(best_way, seed, to, size);
 }
 
 /* The best way has the highest number; the lower ones can be asked for too, by tests. */

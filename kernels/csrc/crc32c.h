@@ -8,4 +8,7 @@
 /* Of `size` bytes, behind those that `seed` is the checksum of (0: none). */
 uint32_t lg_crc32c_extend(uint32_t seed, const void *data, size_t size);
 
+/* The same, and `size` bytes are copied; as much at `ahead` is fetched meanwhile. */
+uint32_t lg_crc32c_copy(uint32_t seed, char *to, const char *from, size_t size, const char *ahead);
+
 #endif

@@ -141,7 +141,12 @@ LG_INLINE void lg_kv_see(lg_f32x16 v, lg_f32x16 *most, lg_i32x16 *nan) {
 /* As kernels/kv_quantize.py: the scale of a head that was seen is max|row| / limit, 0 for (nearly)
  * zeros. Returns what its elements are multiplied with. */
 LG_INLINE float lg_kv_scale(int dtype, lg_f32x16 most, lg_i32x16 nan, float *scale) {
+#if defined(__AVX512F__)
+    float found = _mm512_reduce_max_ps((__m512)most);
+    if (_mm512_test_epi32_mask((__m512i)nan, (__m512i)nan)) found = NAN;
+#else
     float found = lg_max_lane((lg_f32x16)(nan & 0x3f800000)) > 0.0f ? NAN : lg_max_lane(most);
+#endif
     found /= dtype == LG_KV_INT8 ? 127.0f : 448.0f;
     if (found < 0x1p-126f) found = 0.0f;
     *scale = found;
