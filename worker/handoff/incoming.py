@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.kernels.crc32c import crc32c
 from legato.protos.kv_transfer_pb2 import KvReceipt, KvRows
 from legato.worker.handoff.frames import header_checksum
 from legato.worker.handoff.tickets import TicketState
