@@ -84,3 +84,4 @@ def transport(chunk: int, window: int) -> Iterator[None]:
 def receive_window(window: int) -> None:
     """Links that this process receives by have so many bytes in hand at most, from now on."""
     link_session.MAX_BYTES_IN_HAND = window
+    link_session.MAX_FRAMES_IN_HAND = 1 << 16  # bytes alone bound it
