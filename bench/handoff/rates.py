@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -45,6 +46,9 @@ class Rates:
     window_bytes: int
     bytes_per_s: dict[str, Spread]  # by lane and limit
     of_limit: dict[str, Spread]  # "lane/limit": 1 is the limit
+    # Of the sending and of the receiving process, all threads, the ticket included: hardly moved by
+    # what else the machine does.
+    cpu_s_per_gb: dict[str, tuple[float, float]]
 
     def as_json(self) -> dict[str, object]:
         """Plain values; rates in GB/s."""
@@ -74,14 +78,19 @@ class RatesRun:
             WrongRowsError: they are not the same.
         """
         seconds: dict[str, list[float]] = {}
+        cpu: dict[str, list[tuple[float, float]]] = {}
         async with self._measures(limits) as measures:
             names = list(measures)
             for turn in range(-1, num_rounds):
                 first = turn % len(names)
                 for name in names[first:] + names[:first]:
+                    before = await self._cpu_seconds()
                     elapsed_s = await measures[name]()
+                    after = await self._cpu_seconds()
                     if turn >= 0:
                         seconds.setdefault(name, []).append(elapsed_s)
+                        used = after[0] - before[0], after[1] - before[1]
+                        cpu.setdefault(name, []).append(used)
         rates = {name: [self.num_bytes / s for s in times] for name, times in seconds.items()}
         return Rates(
             dtype=str(self._workers.node.cache.shape.dtype).removeprefix("torch."),
@@ -96,7 +105,19 @@ class RatesRun:
                 for limit in LIMITS_OF_LANE[lane]
                 if limit in rates
             },
+            cpu_s_per_gb={
+                name: (
+                    statistics.median(sending for sending, _ in used) / self.num_bytes * 1e9,
+                    statistics.median(receiving for _, receiving in used) / self.num_bytes * 1e9,
+                )
+                for name, used in cpu.items()
+                if name in (*self._lanes, BARE_GRPC)  # those that copy spin where they wait
+            },
         )
+
+    async def _cpu_seconds(self) -> tuple[float, float]:
+        """Since they started: of this process, and of the receiving one."""
+        return time.process_time(), (await self._workers.ask("CpuSeconds"))["seconds"]
 
     @asynccontextmanager
     async def _measures(

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -40,6 +41,7 @@ class Requests:
         """By method."""
         asked: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "CopyOut": self.copy_out,
+            "CpuSeconds": self.cpu_seconds,
             "Digest": self.digest,
             "Window": self.window,
         }
@@ -56,6 +58,10 @@ class Requests:
 
         await asyncio.to_thread(copy)
         return {}
+
+    async def cpu_seconds(self, _asked: dict[str, Any]) -> dict[str, Any]:
+        """Of all threads, since this process started."""
+        return {"seconds": time.process_time()}
 
     async def digest(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Of the rows that have landed for a ticket."""

@@ -22,6 +22,10 @@ def rates_table(rates: Rates) -> str:
     ]
     lines += [f"  {name:<36}{_scaled(rate, 1e-9)}" for name, rate in rates.bytes_per_s.items()]
     lines += [f"  {name:<36}{_scaled(share)}" for name, share in rates.of_limit.items()]
+    lines += [
+        f"  {name + ', CPU s/GB':<36}{sending:>8.2f} sending, {receiving:.2f} receiving"
+        for name, (sending, receiving) in rates.cpu_s_per_gb.items()
+    ]
     return "\n".join(lines)
 
 
