@@ -84,6 +84,7 @@ def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
         device=place.device,
         dtype=engine.dtype,
         kv_cache=engine.kv_cache,
+        kv_lane=engine.kv_lane,
         kv_wire=engine.kv_wire,
         deterministic=engine.deterministic,
         weights=engine.weights,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Admission = Literal["expected", "reserve"]
+KvLane = Literal["auto", "grpc"]
 # As in `legato.worker.config`, which says what they are.
 KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHTS = (
@@ -27,6 +28,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache: str = "auto"
+    kv_lane: KvLane = "auto"
     kv_wire: str = "same"
     deterministic: bool = False
     weights: str = "auto"

@@ -39,11 +39,6 @@ class KvTransferStub:
                 request_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvFrame.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvAnswer.FromString,
                 _registered_method=True)
-        self.Push = channel.stream_stream(
-                '/legato.v1.KvTransfer/Push',
-                request_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvPush.SerializeToString,
-                response_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvAck.FromString,
-                _registered_method=True)
 
 
 class KvTransferServicer:
@@ -59,18 +54,12 @@ class KvTransferServicer:
         Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
         commits only when every row of every layer has landed. The end of the stream breaks its
         transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
-        same ticket, on this stream or another, goes on from what has landed.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        same ticket, on this stream or another, goes on from what has landed by the same sender; an
+        earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
+        heard, the ticket is void and its Decode call ends with UNAVAILABLE.
 
-    def Push(self, request_iterator, context):
-        """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
-        every message with an ack. A chunk whose epoch, range or checksum is wrong is refused and
-        touches nothing; a transfer commits only when every row of every layer has landed.
-        The end of the stream before the commit fails the transfer and frees nothing: the blocks
-        belong to the ticket's Decode call.
+        A Hello that does not fit ends the stream with FAILED_PRECONDITION, what is no frame or out of
+        turn with INVALID_ARGUMENT, silence with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,11 +72,6 @@ def add_KvTransferServicer_to_server(servicer, server):
                     servicer.Link,
                     request_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvFrame.FromString,
                     response_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvAnswer.SerializeToString,
-            ),
-            'Push': grpc.stream_stream_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=legato_dot_protos_dot_kv__transfer__pb2.KvPush.FromString,
-                    response_serializer=legato_dot_protos_dot_kv__transfer__pb2.KvAck.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -117,33 +101,6 @@ class KvTransfer:
             '/legato.v1.KvTransfer/Link',
             legato_dot_protos_dot_kv__transfer__pb2.KvFrame.SerializeToString,
             legato_dot_protos_dot_kv__transfer__pb2.KvAnswer.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Push(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/legato.v1.KvTransfer/Push',
-            legato_dot_protos_dot_kv__transfer__pb2.KvPush.SerializeToString,
-            legato_dot_protos_dot_kv__transfer__pb2.KvAck.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,14 +41,12 @@ class KvTransferStub:
     Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
     commits only when every row of every layer has landed. The end of the stream breaks its
     transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
-    same ticket, on this stream or another, goes on from what has landed.
-    """
-    Push: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.KvPush, _kv_transfer_pb2.KvAck]
-    """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
-    every message with an ack. A chunk whose epoch, range or checksum is wrong is refused and
-    touches nothing; a transfer commits only when every row of every layer has landed.
-    The end of the stream before the commit fails the transfer and frees nothing: the blocks
-    belong to the ticket's Decode call.
+    same ticket, on this stream or another, goes on from what has landed by the same sender; an
+    earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
+    heard, the ticket is void and its Decode call ends with UNAVAILABLE.
+
+    A Hello that does not fit ends the stream with FAILED_PRECONDITION, what is no frame or out of
+    turn with INVALID_ARGUMENT, silence with UNAVAILABLE.
     """
 
 @_typing.type_check_only
@@ -64,14 +62,12 @@ class KvTransferAsyncStub(KvTransferStub):
     Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
     commits only when every row of every layer has landed. The end of the stream breaks its
     transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
-    same ticket, on this stream or another, goes on from what has landed.
-    """
-    Push: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.KvPush, _kv_transfer_pb2.KvAck]  # type: ignore[assignment]
-    """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
-    every message with an ack. A chunk whose epoch, range or checksum is wrong is refused and
-    touches nothing; a transfer commits only when every row of every layer has landed.
-    The end of the stream before the commit fails the transfer and frees nothing: the blocks
-    belong to the ticket's Decode call.
+    same ticket, on this stream or another, goes on from what has landed by the same sender; an
+    earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
+    heard, the ticket is void and its Decode call ends with UNAVAILABLE.
+
+    A Hello that does not fit ends the stream with FAILED_PRECONDITION, what is no frame or out of
+    turn with INVALID_ARGUMENT, silence with UNAVAILABLE.
     """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
@@ -90,20 +86,12 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
         commits only when every row of every layer has landed. The end of the stream breaks its
         transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
-        same ticket, on this stream or another, goes on from what has landed.
-        """
+        same ticket, on this stream or another, goes on from what has landed by the same sender; an
+        earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
+        heard, the ticket is void and its Decode call ends with UNAVAILABLE.
 
-    @_abc_1.abstractmethod
-    def Push(
-        self,
-        request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.KvPush],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.KvAck], _abc.AsyncIterator[_kv_transfer_pb2.KvAck]]:
-        """One stream carries one transfer: Begin, chunks in any order, Commit. The receiver answers
-        every message with an ack. A chunk whose epoch, range or checksum is wrong is refused and
-        touches nothing; a transfer commits only when every row of every layer has landed.
-        The end of the stream before the commit fails the transfer and frees nothing: the blocks
-        belong to the ticket's Decode call.
+        A Hello that does not fit ends the stream with FAILED_PRECONDITION, what is no frame or out of
+        turn with INVALID_ARGUMENT, silence with UNAVAILABLE.
         """
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

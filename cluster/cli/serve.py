@@ -18,7 +18,7 @@ from legato.cluster.errors import ServiceError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from legato.cluster.config import Admission
+    from legato.cluster.config import Admission, KvLane
     from legato.cluster.owner import Owner
 
 
@@ -54,6 +54,12 @@ def serve(
         typer.Option(
             help="auto, fp8 or int8: 8 bits an element of K and V, for up to twice or four times "
             "the tokens; auto is the weights' dtype."
+        ),
+    ] = "auto",
+    kv_lane: Annotated[
+        str,
+        typer.Option(
+            help="auto: KV goes through shared memory between workers of one machine; grpc: never."
         ),
     ] = "auto",
     kv_wire: Annotated[
@@ -163,6 +169,8 @@ def serve(
         raise typer.BadParameter(
             f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
         )
+    if kv_lane not in ("auto", "grpc"):
+        raise typer.BadParameter(f"must be auto or grpc, got {kv_lane!r}", param_hint="--kv-lane")
     if kv_wire not in KV_WIRES:
         raise typer.BadParameter(
             f"must be one of {', '.join(KV_WIRES)}, got {kv_wire!r}", param_hint="--kv-wire"
@@ -203,6 +211,7 @@ def serve(
             device=device,
             dtype=dtype,
             kv_cache=kv_cache,
+            kv_lane=cast("KvLane", kv_lane),
             kv_wire=kv_wire,
             deterministic=deterministic,
             weights=weights,

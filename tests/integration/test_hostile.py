@@ -76,7 +76,7 @@ async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes
     [
         ("PrefillWorker/Prefill", b"\x0a\x04\x0a\x02\xff\xfe"),  # a key that is not UTF-8
         ("DecodeWorker/Decode", b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"),
-        ("KvTransfer/Push", b"\xff"),
+        ("KvTransfer/Link", b"\xff"),
         ("WorkerControl/GetIdentity", b"\xff"),
         ("WorkerControl/WatchLoad", b"\x80\x04\x95\x1e\x00"),  # how a pickle begins
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from fake_engine import FakeModel, fake_loaded, fake_sample
 
-from legato.protos import common_pb2, kv_transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
 from legato.worker.sampler import launch_sample
@@ -53,13 +53,11 @@ class Worker:
     prefill: worker_pb2_grpc.PrefillWorkerAsyncStub = field(init=False)
     decode: worker_pb2_grpc.DecodeWorkerAsyncStub = field(init=False)
     control: worker_pb2_grpc.WorkerControlAsyncStub = field(init=False)
-    transfer: kv_transfer_pb2_grpc.KvTransferAsyncStub = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefill = worker_pb2_grpc.PrefillWorkerStub(self.channel)
         self.decode = worker_pb2_grpc.DecodeWorkerStub(self.channel)
         self.control = worker_pb2_grpc.WorkerControlStub(self.channel)
-        self.transfer = kv_transfer_pb2_grpc.KvTransferStub(self.channel)
 
     def load(self) -> common_pb2.WorkerLoad:
         return self.server.node.load()

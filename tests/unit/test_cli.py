@@ -405,6 +405,7 @@ def test_stop_waits_until_the_port_is_closed(
         (["--swap-memory", "some"], "--swap-memory: must be a size such as"),
         (["--swap-memory", "-1"], "2GiB, or 0 for none, got '-1'"),
         (["--swap-memory", "0.5"], "at least 1 byte, or 0 for none, got 0.5"),
+        (["--kv-lane", "ib"], "--kv-lane: must be auto or grpc, got 'ib'"),
         (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
         (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
         (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from fake_engine import VOCAB_SIZE
+<<<<<<< HEAD
 from kv_push import (
     MODEL,
     PROMPT,
@@ -22,13 +21,14 @@ from kv_push import (
 from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
 
 from legato.kernels.crc32c import crc32c
-from legato.worker.handoff.receiver import KvReceiver
 
 if TYPE_CHECKING:
-    from legato.protos import kv_transfer_pb2, worker_pb2
+    from legato.protos import worker_pb2
+=======
+from worker_pair import Attempt, Pair, running_pair, sampling
+>>>>>>> h-recv
 
 ROW_BYTES = 3 * 64  # of all layers
-FOUND = 8  # of PROMPT's 10 tokens: its full blocks
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -127,118 +127,6 @@ async def test_a_small_pool_gives_cached_blocks_up_and_answers_stay_right() -> N
         await pair.until_idle()
 
 
-# The fence, seen from a sender that is not ours.
-
-
-async def held_already(worker: Worker) -> None:
-    """PROMPT's full blocks are there, cached."""
-    attempt = await reserved(worker, "before")
-    ticket = attempt.ticket
-    assert ticket is not None
-    stream = Stream(worker)
-    await stream.ok(begin(worker, ticket), *(Push(chunk=c) for c in all_chunks(ticket)))
-    await stream.ok(commit(ticket))
-    attempt.close()
-    await worker.until_idle()
-    assert worker.load().cached_blocks == 2
-
-
-def rest_of(ticket: worker_pb2.KvTicket) -> list[Push]:
-    return [Push(chunk=chunk(ticket, layer, FOUND, 2)) for layer in range(3)]
-
-
-async def test_a_chunk_of_rows_that_are_there_is_refused_and_touches_nothing() -> None:
-    async with running_worker("decode") as worker:
-        await held_already(worker)
-        pages = [t for layer in worker.server.node.cache.layers for t in (layer.k, layer.v)]
-        before = [page.clone() for page in pages]
-        attempt = await reserved(worker)
-        ticket = attempt.ticket
-        assert ticket is not None
-        for start, count in ((0, 4), (4, 6), (7, 1), (7, 3)):
-            stream = Stream(worker)
-            ack = await stream.ask(begin(worker, ticket))
-            assert (ack.status, ack.reused_tokens, ack.bytes_landed) == (Ack.STATUS_OK, FOUND, 0)
-            bad = chunk(ticket, 1, start, count)
-            bad.data = b"\x11" * len(bad.data)
-            bad.crc32c = crc32c(bad.data)
-            ack = await stream.ask(Push(chunk=bad))
-            assert ack.status == Ack.STATUS_REFUSED
-            assert f"tokens {start} to {start + count} are not within [8, 10)" in ack.reason
-            await worker.until(lambda load: load.transferring == 0)
-        assert all(bool((a == b).all()) for a, b in zip(before, pages, strict=True))
-        stream = Stream(worker)
-        await stream.ok(begin(worker, ticket), *rest_of(ticket), commit(ticket, 2 * ROW_BYTES))
-        assert await decoded(attempt) == MODEL.expected(PROMPT, 16)[1:]
-        await worker.until_idle()
-
-
-async def test_rows_that_are_there_do_not_count_as_landed() -> None:
-    async with running_worker("decode") as worker:
-        await held_already(worker)
-        attempt = await reserved(worker)
-        ticket = attempt.ticket
-        assert ticket is not None
-        for num_bytes in (10 * ROW_BYTES, 0):
-            stream = Stream(worker)
-            await stream.ok(begin(worker, ticket), *rest_of(ticket))
-            ack = await stream.ask(commit(ticket, num_bytes))
-            assert ack.status == Ack.STATUS_REFUSED
-            assert f"num_bytes is {num_bytes}, {2 * ROW_BYTES} bytes landed" in ack.reason
-            await worker.until(lambda load: load.transferring == 0)
-        for missing in range(3):
-            stream = Stream(worker)
-            pushes = rest_of(ticket)
-            del pushes[missing]
-            await stream.ok(begin(worker, ticket), *pushes)
-            ack = await stream.ask(commit(ticket, 2 * ROW_BYTES))
-            assert f"layer {missing}, token 8 has not landed" in ack.reason
-            await worker.until(lambda load: load.transferring == 0)
-        attempt.close()
-        await worker.until_idle()
-
-
-async def test_a_transfer_begun_again_is_told_the_same() -> None:
-    async with running_worker("decode") as worker:
-        await held_already(worker)
-        attempt = await reserved(worker)
-        ticket = attempt.ticket
-        assert ticket is not None
-        held = None
-        for _ in range(3):
-            stream = Stream(worker)
-            ack = await stream.ask(begin(worker, ticket))
-            assert ack.reused_tokens == FOUND
-            held = held or worker.load().held_blocks
-            assert worker.load().held_blocks == held == 3
-            await stream.ok(rest_of(ticket)[0])
-            stream.call.cancel()
-            await worker.until(lambda load: load.transferring == 0)
-        stream = Stream(worker)
-        await stream.ok(begin(worker, ticket), *rest_of(ticket), commit(ticket, 2 * ROW_BYTES))
-        assert await decoded(attempt) == MODEL.expected(PROMPT, 16)[1:]
-        await worker.until_idle()
-
-
-async def test_what_was_cut_off_is_never_found() -> None:
-    async with running_worker("decode") as worker:
-        attempt = await reserved(worker, "cut")
-        ticket = attempt.ticket
-        assert ticket is not None
-        stream = Stream(worker)
-        # Every row, but no commit.
-        await stream.ok(begin(worker, ticket), *(Push(chunk=c) for c in all_chunks(ticket)))
-        attempt.close()
-        await worker.until_idle()
-        assert worker.load().cached_blocks == 0
-        second = await reserved(worker)
-        assert second.ticket is not None
-        ack = await Stream(worker).ask(begin(worker, second.ticket))
-        assert ack.reused_tokens == 0
-        second.close()
-        await worker.until_idle()
-
-
 async def test_a_prompt_that_is_all_there_commits_without_a_chunk() -> None:
     async with running_pair() as pair:
         prompt = prompt_of(12)
@@ -252,25 +140,3 @@ async def test_a_prompt_that_is_all_there_commits_without_a_chunk() -> None:
         attempt.close()
         await pair.until_idle()
         assert await ask(pair, prompt, 9) == 12
-
-
-async def test_a_receiver_that_reuses_more_than_there_is_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun = KvReceiver._begin
-
-    def lying(receiver: KvReceiver, message: kv_transfer_pb2.KvBegin) -> Ack:
-        ack = begun(receiver, message)
-        ack.reused_tokens = 11
-        return ack
-
-    monkeypatch.setattr(KvReceiver, "_begin", lying)
-    async with running_pair() as pair:
-        attempt = Attempt(pair, prompt_of(10), sampling(4))
-        await attempt.reserve()
-        attempt.start_prefill()
-        await attempt.first_token()
-        event = await attempt.handoff()
-        assert "reused_tokens is 11, limit [0, 10]" in event.handoff_failed.reason
-        attempt.close()
-        await pair.until_idle()

@@ -97,6 +97,7 @@ def test_a_worker_is_told_what_the_service_was() -> None:
     engine = EngineOptions(
         kv_memory_fraction=0.6,
         swap_memory_bytes=0,
+        kv_lane="grpc",
         admission="reserve",
         admission_risk=0.25,
         kv_memory_bytes=4096,
@@ -108,6 +109,7 @@ def test_a_worker_is_told_what_the_service_was() -> None:
     assert worker.kv_memory_fraction == pytest.approx(0.2)  # of three on one machine
     assert (worker.kv_memory_bytes, worker.swap_memory_bytes) == (4096, 0)
     assert (worker.admission, worker.admission_risk) == ("reserve", 0.25)
+    assert worker.kv_lane == "grpc"
     assert (worker.host, worker.num_threads, worker.max_batch_size) == ("127.0.0.1", 2, 3)
     # Whatever the service has a name for has the same name and default in a worker.
     names = {field.name for field in fields(EngineOptions)}

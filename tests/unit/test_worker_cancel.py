@@ -13,7 +13,7 @@ import pytest
 from fake_engine import VOCAB_SIZE, fake_config
 from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
 
-from legato.worker.handoff import sender
+from legato.worker.handoff import link, transfer
 from legato.worker.lifecycle import Phase
 
 if TYPE_CHECKING:
@@ -253,7 +253,8 @@ async def test_decode_worker_lost_in_the_middle_of_a_transfer(
 async def test_a_receiver_that_answers_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sender, "PROGRESS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(link, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(transfer, "PATIENCE_S", 0.2)
     async with running_pair() as pair:
 
         async def stuck(*_: object) -> None:
@@ -266,7 +267,7 @@ async def test_a_receiver_that_answers_nothing_is_given_up(
         await attempt.first_token()
         event = await attempt.handoff()
         assert event.handoff_failed.decode_lost
-        assert "answered nothing" in event.handoff_failed.reason
+        assert "answered no frame" in event.handoff_failed.reason
         attempt.close()
         await pair.until_idle()
 

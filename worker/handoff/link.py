@@ -80,11 +80,21 @@ class _Frame:
     packed: Packed | None = None  # of rows
 
 
+@dataclass(eq=False)
+class _RowsFrame:
+    """Numbered; its rows are being read."""
+
+    sequence: int
+    transfer: Transfer
+    piece: Piece
+    packing: asyncio.Task[Packed]
+
+
 class Link:
     """Runs from `start` until it breaks, or has been idle for IDLE_S.
 
-    Frames take their numbers in the order in which they are made, one at a time: the next is read
-    from the pages while gRPC takes the one before.
+    Frames take their numbers in the order in which they are made. While gRPC takes one, the rows of
+    the next two are read, so that the pager's thread need not wait for the event loop.
     """
 
     def __init__(self, address: str, receiver_worker_id: str, parts: LinkParts) -> None:
@@ -101,8 +111,8 @@ class Link:
         self._turns = Turns()
         self._news = asyncio.Event()
         self._sequence = 0
-        self._outbox: asyncio.Queue[_Frame | KvBeat] = asyncio.Queue(maxsize=1)
-        self._reading: asyncio.Task[Packed] | None = None
+        self._outbox: asyncio.Queue[_Frame | _RowsFrame | KvBeat] = asyncio.Queue(maxsize=1)
+        self._packings: set[asyncio.Task[Packed]] = set()
         self._unanswered: deque[_Frame] = deque()
         self._window_bytes = 0  # of chunks from their making to their answer
         self._window_chunks = 0
@@ -148,9 +158,10 @@ class Link:
             for task in tasks:
                 task.cancel()
             await self._channel.close()
-            if self._reading is not None:
-                await asyncio.wait([self._reading])  # in the pager's thread; a moment
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for packing in self._packings:
+                packing.cancel()
+            # Until the pager's thread is through.
+            await asyncio.gather(*tasks, *self._packings, return_exceptions=True)
             if self._memory is not None:
                 self._memory.close()
 
@@ -192,13 +203,11 @@ class Link:
                 raise LinkBrokenError("the numbers of its frames are used up")
             self._sequence += 1
             if isinstance(what, Piece):
-                frame = await self._rows_frame(transfer, what, self._sequence)
+                await self._outbox.put(self._rows_frame(transfer, what, self._sequence))
             else:
-                frame = _control_frame(transfer, what, self._sequence)
-            await self._outbox.put(frame)
+                await self._outbox.put(_control_frame(transfer, what, self._sequence))
 
-    async def _rows_frame(self, transfer: Transfer, piece: Piece, sequence: int) -> _Frame:
-        """Where the rows cannot be read, the frame that gives the transfer up."""
+    def _rows_frame(self, transfer: Transfer, piece: Piece, sequence: int) -> _RowsFrame:
         rows, progress, ticket = piece.rows, transfer.progress, transfer.ticket
         lease = progress.lease
         assert lease is not None, "there before the first row is"
@@ -220,22 +229,33 @@ class Link:
 
         self._window_bytes += piece.num_bytes
         self._window_chunks += 1
-        # A task of its own: the thread writes to the slot until it is through, whoever waits.
-        self._reading = asyncio.create_task(self._lane.pack(header, piece.num_bytes, fill))
-        error: Exception
-        try:
-            packed = await asyncio.shield(self._reading)
-            return _Frame(sequence, transfer, piece, packed.message, packed)
-        except LeaseReleasedError:
-            error = HandoffError("the request is over, its blocks are gone", decode_lost=False)
-        except Exception as failure:
-            _log.exception("KV rows cannot be read")
-            error = HandoffError(
-                f"KV rows cannot be read: {type(failure).__name__}: {failure}", decode_lost=False
+        packing = asyncio.create_task(self._lane.pack(header, piece.num_bytes, fill))
+        self._packings.add(packing)
+        return _RowsFrame(sequence, transfer, piece, packing)
+
+    async def _packed(self, frame: _RowsFrame) -> _Frame:
+        """With the message. Where its rows cannot be read, or need not go since its transfer ended
+        meanwhile, the frame that gives that up: the number must go.
+        """
+        packing, transfer = frame.packing, frame.transfer
+        await asyncio.wait([packing])
+        self._packings.discard(packing)
+        error = packing.exception()
+        if error is None and transfer.stage is Stage.OPEN:
+            packed = packing.result()
+            return _Frame(frame.sequence, transfer, frame.piece, packed.message, packed)
+        if error is None:
+            self._lane.free(packing.result())
+        elif isinstance(error, LeaseReleasedError):
+            transfer.fail(
+                HandoffError("the request is over, its blocks are gone", decode_lost=False)
             )
-        self._leave_window(piece)
-        transfer.fail(error)
-        return _control_frame(transfer, Control.GIVE_UP, sequence)
+        else:
+            _log.error("KV rows cannot be read", exc_info=error)
+            why = f"KV rows cannot be read: {type(error).__name__}: {error}"
+            transfer.fail(HandoffError(why, decode_lost=False))
+        self._leave_window(frame.piece)
+        return _control_frame(transfer, Control.GIVE_UP, frame.sequence)
 
     def _leave_window(self, piece: Piece) -> None:
         self._window_bytes -= piece.num_bytes
@@ -250,10 +270,8 @@ class Link:
             if isinstance(frame, KvBeat):
                 await self._say(KvFrame(beat=frame).SerializeToString())
                 continue
-            if isinstance(frame.what, Piece) and frame.transfer.stage is not Stage.OPEN:
-                # Meanwhile it ended: its rows need not go, but the number must.
-                self._free(frame)
-                frame = _control_frame(frame.transfer, Control.GIVE_UP, frame.sequence)
+            if isinstance(frame, _RowsFrame):
+                frame = await self._packed(frame)
             if not self._unanswered:
                 self._answered_at_s = time.monotonic()
             self._unanswered.append(frame)
