@@ -33,7 +33,7 @@ def dequantize_rows(rows: Tensor, scales: Tensor) -> Tensor:
 def convert_rows(
     rows: Tensor, scales: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """rows [..., head_dim], 8-bit ones with scales [...], as `dtype`; bit for bit if it is theirs."""
+    """rows [..., head_dim], 8-bit ones with scales [...], as `dtype`; theirs stays bit for bit."""
     if rows.dtype == dtype:
         return rows, scales
     wide = rows.float() if scales is None else dequantize_rows(rows, scales)

@@ -33,17 +33,28 @@ class RowsPlace(Protocol):
     """A rectangle: layers, tokens of a sequence, KV heads. All counts are at least 1."""
 
     @property
-    def layer_start(self) -> int: ...
+    def layer_start(self) -> int:
+        """Of the pool."""
+
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """From there on."""
+
     @property
-    def token_start(self) -> int: ...
+    def token_start(self) -> int:
+        """Of the sequence."""
+
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """From there on."""
+
     @property
-    def head_start(self) -> int: ...
+    def head_start(self) -> int:
+        """Of the KV heads."""
+
     @property
-    def num_heads(self) -> int: ...
+    def num_heads(self) -> int:
+        """From there on."""
 
 
 def rows_bytes(rows: RowsPlace, head_dim: int, dtype: torch.dtype) -> int:
@@ -123,8 +134,8 @@ class PagedRows:
         seed: int,
         crc: int,
     ) -> bool:
-        """Lands `data` if its CRC32C behind `seed` is `crc`; returns whether. When it returns, every
-        thread and stream sees the rows.
+        """Lands `data` if its CRC32C behind `seed` is `crc`; returns whether. Every thread and
+        stream sees the rows then.
 
         What lands are the bytes that were checked, even of memory that others write meanwhile: all
         but `bytes` objects, which nobody can, are copied first.

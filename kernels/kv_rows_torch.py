@@ -68,7 +68,7 @@ class TorchRows:
         """See `PagedRows.write`; what is checked and landed is a copy."""
         staging = self._host_memory(data.nbytes)
         np.copyto(self._staging[: data.nbytes], np.frombuffer(data, np.uint8))
-        if crc32c(memoryview(self._staging)[: data.nbytes], seed) != crc:
+        if crc32c(self._staging.data[: data.nbytes], seed) != crc:
             return False
         slots = self._slots(blocks, rows)
         landing, scales = self._empty(rows, rows.num_heads, dtype)

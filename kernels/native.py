@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # Best first: a library, and the CPU features (as Linux names them) that it needs.
 _LEVELS = (
@@ -150,7 +150,9 @@ def launch(
 
 
 @cache
-def direct(name: str, result: type[ctypes._SimpleCData[int]], *arguments: type) -> ctypes._CFuncPtr:
+def direct(
+    name: str, result: type[ctypes._SimpleCData[int]], *arguments: type
+) -> Callable[..., int]:
     """The C function `name`, to be called as it is: by the caller's thread alone, without the
     interpreter lock, and without waiting for a program that runs.
     """
@@ -158,7 +160,7 @@ def direct(name: str, result: type[ctypes._SimpleCData[int]], *arguments: type) 
     assert library is not None, "called without a library"
     function = library[1][name]  # an object of its own: attributes are shared
     function.restype, function.argtypes = result, arguments
-    return function
+    return cast("Callable[..., int]", function)
 
 
 def _encode(

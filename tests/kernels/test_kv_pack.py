@@ -119,8 +119,8 @@ def test_one_dtype_travels_bit_for_bit(dtype: torch.dtype) -> None:
 def test_the_public_op_on_a_gpu(dtype: torch.dtype) -> None:
     pages, landed = make_pages(dtype, 8, 1), make_pages(dtype, 8, 5)
     slots = torch.tensor([7, 0, 3], device=DEVICE)
-    data, scales = public.kv_pack(pages, slots)
-    assert (scales is None) == (dtype not in QUANTIZED_DTYPES)
+    data, scales = empty_data(3, dtype)
+    public.kv_pack(pages, slots, data, scales)
     public.kv_unpack(data, scales, landed, slots)
     assert torch.equal(as_bytes(landed.k)[slots.cpu()], as_bytes(pages.k)[slots.cpu()])
     assert torch.equal(as_bytes(landed.v)[slots.cpu()], as_bytes(pages.v)[slots.cpu()])

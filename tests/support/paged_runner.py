@@ -46,6 +46,10 @@ class PagedRunner:
         self._blocks: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
 
+    def blocks(self, sequence: int) -> list[int]:
+        """A sequence's, in order."""
+        return self._blocks[sequence]
+
     def slot(self, sequence: int, position: int) -> int:
         """Where a sequence's row of KV lies."""
         size = self.cache.shape.block_size

@@ -396,6 +396,7 @@ def test_stop_waits_until_the_port_is_closed(
     ("words", "complaint"),
     [
         (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
+        (["--kv-wire", "int4"], "must be one of same, float32, bfloat16, float16, int8, fp8"),
         (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
         (["--kv-memory", "lots"], "2GiB, or a fraction in (0, 1], got 'lots'"),

@@ -14,11 +14,9 @@ from paged_runner import PagedRunner
 from tiny_models import make_model
 from worker_pair import WAIT_S, sampling
 
-from legato.kernels.kv_scatter import kv_scatter
 from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
-from legato.worker.kv import wire
 from legato.worker.kv.cache import KV_CACHE_DTYPES, KvCache, KvShape, choose_kv_dtype
 from legato.worker.loading import LoadedModel
 from legato.worker.models.build import build_model
@@ -35,17 +33,6 @@ CPU = torch.device("cpu")
 
 def shape_of(dtype: torch.dtype, *, head_dim: int = 64) -> KvShape:
     return KvShape(num_layers=2, num_kv_heads=3, head_dim=head_dim, block_size=4, dtype=dtype)
-
-
-def filled(shape: KvShape, num_blocks: int = 8) -> KvCache:
-    cache = KvCache(shape, num_blocks, CPU)
-    slots = torch.arange(num_blocks * shape.block_size)
-    generator = torch.Generator().manual_seed(3)
-    for pages in cache.layers:
-        size = (len(slots), shape.num_kv_heads, shape.head_dim)
-        k, v = (torch.randn(size, generator=generator) * slots[:, None, None] for _ in range(2))
-        kv_scatter(k, v, pages, slots)
-    return cache
 
 
 def test_rows_and_scales_are_counted() -> None:
@@ -71,50 +58,6 @@ def test_the_names_of_kv_dtypes() -> None:
     assert choose_kv_dtype("fp8", torch.float32) is torch.float8_e4m3fn
     with pytest.raises(ValueError, match="kv_cache must be auto, fp8 or int8, got 'int4'"):
         WorkerConfig(model="m", role="decode", kv_cache="int4")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("head_dim", [2, 6, 64])
-def test_rows_and_scales_arrive_bit_for_bit_in_other_blocks(
-    dtype: torch.dtype, head_dim: int
-) -> None:
-    shape = shape_of(dtype, head_dim=head_dim)
-    source, target = filled(shape), KvCache(shape, 8, CPU)
-    sent = wire.slots_of([5, 2, 7], 4, 1, 9)
-    landed = wire.slots_of([0, 6, 3], 4, 1, 9)
-    data = wire.read_rows(source, 1, sent)
-    assert len(data) == 9 * wire.row_bytes(shape)
-    wire.write_rows(target, 1, landed, data)
-    rest = [slot for slot in range(32) if slot not in landed.tolist()]
-    for name in ("k", "v", "k_scale", "v_scale"):
-        there, here = getattr(source.layers[1], name), getattr(target.layers[1], name)
-        if there is None:
-            assert here is None
-            continue
-        assert there[sent].float().any()
-        assert torch.equal(there[sent].view(torch.uint8), here[landed].view(torch.uint8))
-        assert not here[rest].float().any()
-        assert not getattr(target.layers[0], name).float().any()
-
-
-def test_the_wires_layout_is_rows_then_scales() -> None:
-    shape = shape_of(torch.int8, head_dim=6)
-    cache = filled(shape)
-    slots = torch.tensor([9, 4])
-    data = wire.read_rows(cache, 0, slots)
-    pages = cache.layers[0]
-    assert pages.k_scale is not None
-    assert pages.v_scale is not None
-    parts = (pages.k, pages.v, pages.k_scale, pages.v_scale)
-    assert data == b"".join(part[slots].numpy().tobytes() for part in parts)
-
-
-def test_a_chunk_stays_below_the_limit() -> None:
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        shape = shape_of(dtype, head_dim=8)
-        num_tokens = wire.tokens_per_chunk(shape)
-        assert num_tokens * wire.row_bytes(shape) <= wire.MAX_CHUNK_BYTES
-        assert (num_tokens + 1) * wire.row_bytes(shape) > wire.MAX_CHUNK_BYTES
 
 
 def tiny_model() -> Model:
