@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-curve bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-curve bench-handoff bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,9 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 
 bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
 	@$(BIN)/python -m legato.bench.decode_curve --out docs
+
+bench-handoff: $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory
+	@$(BIN)/python -m legato.bench.handoff
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
 $(PEERS)/.installed:

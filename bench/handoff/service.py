@@ -1,0 +1,117 @@
+"""running_service: a router in this process and two worker processes with a real model, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from legato.cluster.config import RouterOptions
+from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.router import Router
+from legato.protos import cluster_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from legato.cluster.control_plane import Role
+    from legato.cluster.text.model_text import ModelText
+
+START_TIMEOUT_S = 300.0
+_ROLES: tuple[Role, ...] = ("prefill", "decode")
+_ROLE_NUMBERS = {
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+
+
+class _NoController:
+    """Two workers for good: one that is lost fails the run."""
+
+    def __init__(self) -> None:
+        self.endpoints: list[WorkerEndpoint] = []
+
+    async def pools(self) -> list[cluster_pb2.PoolStatus]:
+        """As they are."""
+        return [
+            cluster_pb2.PoolStatus(
+                role=_ROLE_NUMBERS[worker.role],
+                workers=[
+                    cluster_pb2.WorkerStatus(
+                        worker_id=worker.worker_id,
+                        role=_ROLE_NUMBERS[worker.role],
+                        address=worker.address,
+                    )
+                ],
+            )
+            for worker in self.endpoints
+        ]
+
+    async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        """Changes nothing."""
+        return targets
+
+    async def shutdown(self, drain_timeout_s: float) -> None:
+        """Does nothing."""
+
+    async def report_lost(self, worker_id: str, reason: str) -> None:
+        """Its requests fail, and say so."""
+
+
+@asynccontextmanager
+async def running_service(
+    model: str, text: ModelText, worker_arguments: Sequence[str]
+) -> AsyncIterator[str]:
+    """Yields the router's address.
+
+    Raises:
+        RuntimeError: a worker did not start; it has said why on stderr.
+    """
+    processes: list[asyncio.subprocess.Process] = []
+    control = _NoController()
+    router = Router(
+        RouterOptions(port=0),
+        text,
+        control,
+        model_name=text.name,
+        version="bench",
+        owner_pid=os.getpid(),
+        owner_host=socket.gethostname(),
+    )
+    try:
+        processes = [await _start(model, role, worker_arguments) for role in _ROLES]
+        control.endpoints = [
+            await _endpoint(role, process) for role, process in zip(_ROLES, processes, strict=True)
+        ]
+        address = await router.start()
+        try:
+            await router.set_workers(control.endpoints)
+            yield address
+        finally:
+            await router.stop()
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def _start(model: str, role: Role, arguments: Sequence[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "legato.worker", "--model", model, "--role", role),
+        *("--die-with-parent", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+    )
+
+
+async def _endpoint(role: Role, process: asyncio.subprocess.Process) -> WorkerEndpoint:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+    if not line:
+        raise RuntimeError(f"the {role} worker did not start: status {await process.wait()}")
+    ready = json.loads(line)
+    return WorkerEndpoint(ready["worker_id"], role, ready["address"])
