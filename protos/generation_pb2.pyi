@@ -272,7 +272,7 @@ class Usage(_message.Message):
     seed: _builtins.int
     """The seed that this answer drew with."""
     cached_prompt_tokens: _builtins.int
-    """Of prompt_tokens, those whose KV was found in a prefill worker's prefix cache (after a move to
+    """Of prompt_tokens, those whose KV was in the prefix cache of who computed the rest (after a move to
     other workers: the last time).
     """
     def __init__(

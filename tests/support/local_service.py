@@ -123,7 +123,7 @@ class LocalService:
             "prefill": [*worker_args, *prefill_args],
             "decode": [*worker_args, *decode_args],
         }
-        self.options = options or RouterOptions(port=0)
+        self.options = options or RouterOptions(port=0, local_prefill_tokens=0)
         self.control = StaticControl()
         self.workers: list[LocalWorker] = []
 
