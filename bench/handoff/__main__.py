@@ -40,6 +40,7 @@ from legato.bench.handoff.tables import (
 )
 from legato.bench.handoff.two_workers import TwoWorkers
 from legato.worker.handoff.sender import HandoffError
+from legato.worker.spare_memory import keep_objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,4 +143,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    keep_objects()  # as a worker process does, which this one stands for
     sys.exit(main())

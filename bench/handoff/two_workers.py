@@ -19,7 +19,6 @@ from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.server import WorkerServer
-from legato.worker.spare_memory import keep_objects
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,7 +85,6 @@ class TwoWorkers:
                 raise RuntimeError(f"the receiving process ended: status {await process.wait()}")
             ready = json.loads(line)
             await server.start()
-            keep_objects()  # as a worker process does
             channels += [
                 grpc.aio.insecure_channel(ready[name], options=CHANNEL_OPTIONS)
                 for name in ("address", "limits")
