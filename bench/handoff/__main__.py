@@ -40,7 +40,7 @@ from legato.bench.handoff.tables import (
 )
 from legato.bench.handoff.two_workers import TwoWorkers
 from legato.worker.handoff.sender import HandoffError
-from legato.worker.spare_memory import keep_objects
+from legato.worker.spare_memory import keep_little, keep_objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,5 +143,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    keep_objects()  # as a worker process does, which this one stands for
+    keep_little()  # as a worker process does, which this one stands for
+    keep_objects()
     sys.exit(main())

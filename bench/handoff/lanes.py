@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from legato.worker.handoff import link, link_session, sender
+from legato.worker.handoff import lanes, link_session
 from legato.worker.handoff.sender import KvSender
 from legato.worker.handoff.shared_memory import SenderMemory
 from legato.worker.handoff.transfer_counters import TransferCounters
@@ -59,26 +59,30 @@ class LaneSender:
         await self._sender.close()
 
 
-def chunk_bytes() -> int:
+def chunk_bytes(lane: str) -> int:
     """What a chunk has at most."""
-    return sender.CHUNK_BYTES
+    return lanes.CHUNK_BYTES if lane == "grpc" else lanes.SLOT_BYTES
 
 
-def window_bytes() -> int:
+def window_bytes(lane: str) -> int:
     """What may be unanswered."""
-    return link.WINDOW_BYTES
+    return lanes.WINDOW_BYTES if lane == "grpc" else lanes.NUM_SLOTS * lanes.SLOT_BYTES
 
 
 @contextmanager
 def transport(chunk: int, window: int) -> Iterator[None]:
-    """Senders made within have these constants instead of the product's."""
-    before = sender.CHUNK_BYTES, link.WINDOW_BYTES, link.WINDOW_CHUNKS
-    sender.CHUNK_BYTES, link.WINDOW_BYTES = chunk, window
-    link.WINDOW_CHUNKS = window // chunk + 1  # bytes alone bound it
+    """Senders made within have these constants on both lanes instead of the product's."""
+    names = ("CHUNK_BYTES", "WINDOW_BYTES", "WINDOW_CHUNKS", "SLOT_BYTES", "NUM_SLOTS")
+    before = [getattr(lanes, name) for name in names]
+    num_chunks = max(1, window // chunk)
+    # One more, so that bytes alone bound it.
+    for name, value in zip(names, (chunk, window, num_chunks + 1, chunk, num_chunks), strict=True):
+        setattr(lanes, name, value)
     try:
         yield
     finally:
-        sender.CHUNK_BYTES, link.WINDOW_BYTES, link.WINDOW_CHUNKS = before
+        for name, value in zip(names, before, strict=True):
+            setattr(lanes, name, value)
 
 
 def receive_window(window: int) -> None:

@@ -42,8 +42,10 @@ class Rates:
     dtype: str
     num_tokens: int
     num_bytes: int
-    chunk_bytes: int
+    chunk_bytes: int  # of the gRPC lane, as the next one
     window_bytes: int
+    slot_bytes: int  # of the shared memory, as the next one
+    memory_bytes: int
     bytes_per_s: dict[str, Spread]  # by lane and limit
     of_limit: dict[str, Spread]  # "lane/limit": 1 is the limit
     # Of the sending and of the receiving process, all threads, the ticket included: hardly moved by
@@ -69,7 +71,9 @@ class RatesRun:
         self._num_tokens = num_tokens
         self._lanes = lanes
         self.num_bytes = num_tokens * workers.node.cache.shape.bytes_per_token
-        self._chunk_bytes, self._window_bytes = chunk_bytes(), window_bytes()
+        self._chunk_bytes, self._window_bytes = chunk_bytes("grpc"), window_bytes("grpc")
+        self._slot_bytes = chunk_bytes("shared_memory")
+        self._memory_bytes = window_bytes("shared_memory")
 
     async def measure(self, num_rounds: int, limits: Sequence[str]) -> Rates:
         """One more round comes first, which does not count and in which the rows are compared.
@@ -98,6 +102,8 @@ class RatesRun:
             num_bytes=self.num_bytes,
             chunk_bytes=self._chunk_bytes,
             window_bytes=self._window_bytes,
+            slot_bytes=self._slot_bytes,
+            memory_bytes=self._memory_bytes,
             bytes_per_s={name: Spread.of(values) for name, values in rates.items()},
             of_limit={
                 f"{lane}/{limit}": Spread.of_ratios(rates[lane], rates[limit])
@@ -171,7 +177,7 @@ class RatesRun:
         return send
 
     def _copying(self) -> Callable[[], Awaitable[float]]:
-        copy = PlainCopy(self.num_bytes, self._chunk_bytes)
+        copy = PlainCopy(self.num_bytes, self._slot_bytes)
 
         async def seconds() -> float:
             return await asyncio.to_thread(copy.seconds)
@@ -179,12 +185,12 @@ class RatesRun:
         return seconds
 
     def _sharing(self) -> Callable[[], Awaitable[float]]:
-        num_slots = max(2, self._window_bytes // self._chunk_bytes)
+        num_slots = max(2, self._memory_bytes // self._slot_bytes)
         source = np.full(self.num_bytes, 1, np.uint8)
 
         async def seconds() -> float:
             """Of the second time: at the first the pages are mapped and touched."""
-            ring, file = SharedRing.create(num_slots, self._chunk_bytes)
+            ring, file = SharedRing.create(num_slots, self._slot_bytes)
 
             def copy() -> float:
                 ring.copy_in(source)
@@ -198,7 +204,7 @@ class RatesRun:
                         "CopyOut",
                         path=memory_path(file),
                         num_slots=num_slots,
-                        slot_bytes=self._chunk_bytes,
+                        slot_bytes=self._slot_bytes,
                         num_bytes=self.num_bytes,
                         times=2,
                     )

@@ -25,7 +25,7 @@ from legato.bench.handoff.lanes import receive_window
 from legato.bench.handoff.rows_digest import rows_digest
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.server import WorkerServer
-from legato.worker.spare_memory import keep_objects
+from legato.worker.spare_memory import keep_little, keep_objects
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--kv-memory", type=int, required=True, help="bytes")
     args = parser.parse_args()
+    keep_little()  # as a worker does that loads a model
     asyncio.run(_serve(args.dtype, args.kv_memory))
 
 

@@ -17,7 +17,8 @@ def rates_table(rates: Rates) -> str:
     """GB/s and shares of the limits: medians, and the range over the rounds."""
     lines = [
         f"{rates.num_tokens} tokens of {rates.dtype}: {rates.num_bytes / 1e6:.1f} MB, "
-        f"chunks of {rates.chunk_bytes >> 10} KiB, a window of {rates.window_bytes >> 10} KiB",
+        f"chunks of {rates.chunk_bytes >> 10} KiB, a window of {rates.window_bytes >> 10} KiB, "
+        f"slots of {rates.slot_bytes >> 10} KiB, {rates.memory_bytes >> 10} KiB of them",
         f"  {'':<36}{'GB/s':>8}",
     ]
     lines += [f"  {name:<36}{_scaled(rate, 1e-9)}" for name, rate in rates.bytes_per_s.items()]

@@ -88,7 +88,8 @@ def faults_of(counts: dict[str, int]) -> Iterator[Fault]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 async def test_whatever_becomes_of_a_message(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.worker.handoff.sender.CHUNK_BYTES", 1024)
+    for name in ("CHUNK_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(f"legato.worker.handoff.lanes.{name}", 1024)
     lane = {"kv_lane": shape.lane}
     async with running_pair(
         config=CONFIG, p={"num_blocks": 2048, **lane}, d={"num_blocks": 2048, **lane}

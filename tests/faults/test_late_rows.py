@@ -96,7 +96,8 @@ def rows_of(proxy: LinkProxy, ticket: worker_pb2.KvTicket) -> list[RowsFrame]:
 async def test_rows_of_a_cancelled_transfer_never_reach_the_next_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("legato.worker.handoff.sender.CHUNK_BYTES", 1024)
+    for name in ("CHUNK_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(f"legato.worker.handoff.lanes.{name}", 1024)
     lane = {"kv_lane": "grpc"}
     reused_blocks = refused = 0
     async with running_pair(

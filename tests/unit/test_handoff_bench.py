@@ -7,7 +7,7 @@ import pytest
 
 from legato.bench.handoff.copies import PlainCopy, SharedRing, pieces
 from legato.bench.handoff.exposed import Exposed, StreamTimes
-from legato.bench.handoff.lanes import chunk_bytes, transport, window_bytes
+from legato.bench.handoff.lanes import LANES, chunk_bytes, transport, window_bytes
 from legato.bench.handoff.spread import Spread
 from legato.bench.handoff.sweep import settings
 from legato.bench.handoff.two_workers import memory_path
@@ -81,7 +81,9 @@ def test_a_sweep_never_waits_for_the_only_chunk() -> None:
 
 
 def test_the_products_constants_are_back_after_a_sweep() -> None:
-    before = chunk_bytes(), window_bytes()
+    before = [(chunk_bytes(lane), window_bytes(lane)) for lane in LANES]
     with transport(12345, 67890):
-        assert (chunk_bytes(), window_bytes()) == (12345, 67890)
-    assert (chunk_bytes(), window_bytes()) == before
+        assert (chunk_bytes("grpc"), window_bytes("grpc")) == (12345, 67890)
+        memory = chunk_bytes("shared_memory"), window_bytes("shared_memory")
+        assert memory == (12345, 5 * 12345)
+    assert [(chunk_bytes(lane), window_bytes(lane)) for lane in LANES] == before

@@ -24,7 +24,7 @@ from link_receiver import (
 
 from legato.protos.kv_transfer_pb2 import KvReceipt
 from legato.protos.worker_pb2 import AttemptKey, KvTicket
-from legato.worker.handoff import link, sender, transfer
+from legato.worker.handoff import lanes, link, outgoing, transfer
 from legato.worker.handoff.sender import HandoffResult, KvSender
 from legato.worker.handoff.transfer import HandoffError
 from legato.worker.handoff.transfer_counters import TransferCounters
@@ -150,7 +150,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows in a chunk."""
-    monkeypatch.setattr(sender, "CHUNK_BYTES", 10 * ROW_BYTES)
+    for name in ("CHUNK_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(lanes, name, 10 * ROW_BYTES)
     return 10
 
 
@@ -260,7 +261,7 @@ async def test_it_resumes_at_every_frame(action: str, memory: bool, small_chunks
             assert rig.counters.resumed == (bad > 0)  # what was not open is not resumed
             if not memory:
                 sent = rig.counters.bytes_sent
-                assert sent <= result.kv_bytes + link.WINDOW_CHUNKS * small_chunks * ROW_BYTES
+                assert sent <= result.kv_bytes + lanes.WINDOW_CHUNKS * small_chunks * ROW_BYTES
     assert len(receiver.seen) == NUM_FRAMES + 2  # the last one: Close, then Open and Close again
     assert resent_rows == 0  # it asked where to go on
 
@@ -352,8 +353,8 @@ async def test_hello_says_who_sends_what_to_whom() -> None:
         assert (hello.model_fingerprint, hello.weights) == ("fingerprint", "float32")
         assert (hello.layout.num_layers, hello.layout.dtype) == (LAYERS, "float32")
         assert hello.kv_wire == "same"
-        assert hello.memory.num_slots == link.WINDOW_CHUNKS
-        assert hello.memory.slot_bytes == sender.CHUNK_BYTES
+        assert hello.memory.num_slots == lanes.NUM_SLOTS
+        assert hello.memory.slot_bytes == lanes.SLOT_BYTES
 
 
 async def test_memory_that_is_refused_is_given_up() -> None:
@@ -382,7 +383,7 @@ async def test_a_short_transfer_passes_a_long_one(small_chunks: int) -> None:
         for epoch in range(10, 18):
             places = [at for at, seen in enumerate(receiver.seen) if seen.epoch == epoch]
             between = receiver.seen[places[0] : places[-1]]
-            assert sum(seen.epoch == 5 for seen in between) <= 3 * link.WINDOW_CHUNKS
+            assert sum(seen.epoch == 5 for seen in between) <= 3 * lanes.WINDOW_CHUNKS
 
 
 async def test_transfers_take_turns(small_chunks: int) -> None:
@@ -393,7 +394,7 @@ async def test_transfers_take_turns(small_chunks: int) -> None:
         assert len(rows) == 2 * 60
         # From the first of the one until the last of the other: one had a window for itself.
         both = rows[rows.index(6) : len(rows) - rows[::-1].index(5)]
-        assert len(both) >= 2 * 60 - 2 * link.WINDOW_CHUNKS - 4
+        assert len(both) >= 2 * 60 - 2 * lanes.WINDOW_CHUNKS - 4
         assert all(a != b for a, b in pairwise(both))
 
 
@@ -401,7 +402,8 @@ async def test_transfers_take_turns(small_chunks: int) -> None:
 async def test_no_more_than_a_window_is_unanswered(
     memory: bool, small_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "WINDOW_BYTES", 5 * small_chunks * ROW_BYTES)
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 5 * small_chunks * ROW_BYTES)
+    monkeypatch.setattr(lanes, "NUM_SLOTS", 5)
     receiver = LinkReceiver(LAYERS, {5: 200, 6: 200})
     receiver.fault = lambda seen: "hold" if seen.kind == "rows" else None
     async with rig_of(receiver, memory=memory) as (rig, address):
@@ -415,19 +417,23 @@ async def test_no_more_than_a_window_is_unanswered(
             check_landed(receiver, rig, epoch)
 
 
-async def test_many_small_chunks_are_bounded_by_their_number(small_chunks: int) -> None:
+@MEMORY
+async def test_many_small_chunks_are_bounded_by_their_number(
+    memory: bool, small_chunks: int
+) -> None:
+    limit = lanes.NUM_SLOTS if memory else lanes.WINDOW_CHUNKS
     epochs = range(10, 40)
     receiver = LinkReceiver(LAYERS, dict.fromkeys(epochs, 1))
     receiver.fault = lambda seen: "hold" if seen.kind == "rows" else None
-    async with rig_of(receiver, memory=True) as (rig, address):
+    async with rig_of(receiver, memory=memory) as (rig, address):
         sends = [asyncio.create_task(rig.send(receiver, address, epoch)) for epoch in epochs]
 
         def num_rows() -> int:
             return sum(seen.kind == "rows" for seen in receiver.seen)
 
-        await until(lambda: num_rows() == link.WINDOW_CHUNKS)
+        await until(lambda: num_rows() == limit)
         await asyncio.sleep(0.1)
-        assert num_rows() == link.WINDOW_CHUNKS
+        assert num_rows() == limit
         receiver.release.set()
         await asyncio.gather(*sends)
         for epoch in epochs:
@@ -601,7 +607,7 @@ async def test_an_idle_link_ends_and_a_new_one_serves(monkeypatch: pytest.Monkey
 async def test_numbers_that_are_used_up_make_a_new_link(
     small_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "LAST_SEQUENCE", 8)
+    monkeypatch.setattr(outgoing, "LAST_SEQUENCE", 8)
     receiver = LinkReceiver(LAYERS, {5: 40})
     async with rig_of(receiver) as (rig, address):
         await rig.send(receiver, address, 5)

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     Fill = Callable[[memoryview, int], Awaitable[int]]
 
 
+# Rows of one message, and of all that are sent and not answered: see docs/hand-off.md for what was
+# measured. The receiver holds as much.
+CHUNK_BYTES = 2 << 20
+WINDOW_BYTES = 8 << 20
+# The same of the shared memory, which is all that the rows take: the receiver holds none of them.
+SLOT_BYTES = 4 << 20
+NUM_SLOTS = 8
+# However small they are.
+WINDOW_CHUNKS = 16
+
+
 @dataclass(frozen=True)
 class Packed:
     """A KvFrame with rows, encoded. `slot` is used until the receiver has answered it."""
@@ -31,9 +42,21 @@ class Packed:
 class Lane(Protocol):
     """Of one link."""
 
+    @property
+    def chunk_bytes(self) -> int:
+        """What the rows of a frame have at most."""
+
+    @property
+    def window_bytes(self) -> int:
+        """What the rows that are packed and not free have at most, one frame excepted."""
+
+    @property
+    def window_chunks(self) -> int:
+        """So many frames are packed and not free at most."""
+
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> Packed:
         """A frame with the rows that `fill` gives; raises what it raises, and holds nothing then.
-        `header` has neither checksum nor rows. At most WINDOW_CHUNKS are packed and not free.
+        `header` has neither checksum nor rows. The caller keeps the bounds.
         """
 
     def free(self, packed: Packed) -> None:
@@ -45,6 +68,11 @@ class Lane(Protocol):
 
 class GrpcLane:
     """Rows are read straight into the one bytes object that gRPC takes."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self.chunk_bytes = max(CHUNK_BYTES, row_bytes)
+        self.window_bytes = WINDOW_BYTES
+        self.window_chunks = WINDOW_CHUNKS
 
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> Packed:
         """See `Lane.pack`."""
@@ -67,9 +95,12 @@ class MemoryLane:
     its bytes are in the caches, and memory is touched only as far as it is needed.
     """
 
-    def __init__(self, memory: SenderMemory, num_slots: int) -> None:
+    def __init__(self, memory: SenderMemory) -> None:
         self._memory = memory
-        self._free = list(range(num_slots))[::-1]
+        self.chunk_bytes = memory.description.slot_bytes
+        self.window_chunks = memory.description.num_slots
+        self.window_bytes = self.window_chunks * self.chunk_bytes
+        self._free = list(range(self.window_chunks))[::-1]
 
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> Packed:
         """See `Lane.pack`."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # What was read and is not answered: beyond that nothing is read, and gRPC makes the sender wait.
 MAX_FRAMES_IN_HAND = 64
-MAX_BYTES_IN_HAND = 4 << 20
+MAX_BYTES_IN_HAND = 8 << 20  # of messages: rows in the sender's memory are none of this worker's
 BEAT_EVERY_S = 0.5
 MAX_SILENCE_S = 2.5
 _MAX_REASON_CHARS = 500  # some of it may be what the sender sent
@@ -91,7 +91,10 @@ class LinkSession:
         self._transfers: dict[int, IncomingTransfer] = {}  # by epoch, up to their Close
         self._live: set[IncomingTransfer] = set()  # up to its answer
         self._next_sequence = 1
-        self._heard_at_s = asyncio.get_running_loop().time()
+        self._clock = asyncio.get_running_loop().time
+        self._heard_at_s = self._said_at_s = self._clock()
+        self._reading_since_s: float | None = None  # since when the sender could have said more
+        self._writing_since_s: float | None = None
         self._in_hand: deque[_InHand | None] = deque()  # None: the sender's end
         self._bytes_in_hand = 0
         self._more = asyncio.Event()  # in hand
@@ -107,15 +110,22 @@ class LinkSession:
         """
         tasks: list[asyncio.Task[None]] = []
         try:
-            await self._greet()
+            try:
+                async with asyncio.timeout(MAX_SILENCE_S):
+                    await self._greet()
+            except TimeoutError:
+                raise _silence() from None
             loop = asyncio.get_running_loop()
-            tasks = [loop.create_task(self._read_all()), loop.create_task(self._answer_all())]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            answering = loop.create_task(self._answer_all())
+            tasks = [answering, *map(loop.create_task, (self._read_all(), self._watch_clock()))]
+            pending = set(tasks)
+            while not answering.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             # The lease is counted from when the sender was last heard.
-            lease_s = self._heard_at_s + LEASE_S - asyncio.get_running_loop().time()
+            lease_s = self._heard_at_s + LEASE_S - self._clock()
             for transfer in self._live:
                 transfer.break_off("its stream has ended", lease_s)
             await self._stop(tasks)
@@ -126,8 +136,9 @@ class LinkSession:
         rows = [entry.task for entry in self._in_hand if entry is not None and entry.task]
         for each in rows:
             each.cancel()
+        written_s = 0.0 if self._writing_since_s is None else self._clock() - self._writing_since_s
         with suppress(TimeoutError):  # the sender takes nothing
-            async with asyncio.timeout(MAX_SILENCE_S):
+            async with asyncio.timeout(max(0.0, MAX_SILENCE_S - written_s)):
                 await self._turn.acquire()
         for task in tasks:
             task.cancel()
@@ -175,12 +186,10 @@ class LinkSession:
 
     async def _next_frame(self) -> KvFrame | RowsFrame | None:
         """None: the sender has ended its side."""
-        try:
-            async with asyncio.timeout(MAX_SILENCE_S):
-                message = await anext(self._frames, None)
-        except TimeoutError:
-            raise SilenceError(f"nothing was heard for {MAX_SILENCE_S:g} s") from None
-        self._heard_at_s = asyncio.get_running_loop().time()
+        self._reading_since_s = self._clock()
+        message = await anext(self._frames, None)
+        self._reading_since_s = None
+        self._heard_at_s = self._clock()
         if message is None:
             return None
         try:
@@ -235,7 +244,8 @@ class LinkSession:
         self._check_sequence(header.sequence)
         work = self._land(self._transfers.get(header.epoch), header, data)
         task = asyncio.get_running_loop().create_task(work)
-        self._hold(header.sequence, 0 if data is None else len(data), task, None)
+        num_bytes = len(data) if data is not None and header.WhichOneof("rows") is None else 0
+        self._hold(header.sequence, num_bytes, task, None)
 
     def _check_sequence(self, sequence: int) -> None:
         if sequence != self._next_sequence:
@@ -315,13 +325,12 @@ class LinkSession:
         while True:
             while not self._in_hand:
                 self._more.clear()
-                await self._unless_silent(self._more.wait())
+                await self._more.wait()
             entry = self._in_hand[0]
             if entry is None:
                 return
             if entry.task is not None:
-                await self._unless_silent(entry.task)
-                receipt = entry.task.result()
+                receipt = await entry.task
             else:
                 assert entry.settle is not None
                 receipt = entry.settle()
@@ -331,24 +340,44 @@ class LinkSession:
             self._bytes_in_hand -= entry.num_bytes
             self._room.set()
 
-    async def _unless_silent(self, step: Awaitable[object]) -> None:
-        """Waits for it, and says that it is still there where that takes long."""
-        waiting = asyncio.ensure_future(step)
-        if waiting.done():
-            return
-        try:
-            while not (await asyncio.wait({waiting}, timeout=BEAT_EVERY_S))[0]:
-                await self._say(KvAnswer(beat=KvBeat()))
-        finally:
-            waiting.cancel()
-
     async def _say(self, answer: KvAnswer) -> None:
         async with self._turn:
-            try:
-                async with asyncio.timeout(MAX_SILENCE_S):
-                    await self._write(answer)
-            except TimeoutError:
-                raise SilenceError(f"no answer was taken for {MAX_SILENCE_S:g} s") from None
+            self._writing_since_s = self._clock()
+            await self._write(answer)
+            self._writing_since_s = None
+            self._said_at_s = self._clock()
+
+    # The clock: one for all waits, since each timer of its own costs more than what it guards.
+
+    async def _watch_clock(self) -> None:
+        """Says that this side is still there, where nothing else says so; raises SilenceError."""
+        tick_s = BEAT_EVERY_S / 4
+        while True:
+            slept_at_s = self._clock()
+            await asyncio.sleep(tick_s)
+            now_s = self._clock()
+            # This process stood still: what came meanwhile is still to be read.
+            late_s = max(0.0, now_s - slept_at_s - 2 * tick_s)
+            for since_s, error in (
+                (self._reading_since_s, _silence),
+                (self._writing_since_s, _deafness),
+            ):
+                if since_s is not None and now_s - since_s - late_s > MAX_SILENCE_S:
+                    raise error()
+            if now_s - self._said_at_s + tick_s > BEAT_EVERY_S and not self._turn.locked():
+                try:
+                    async with asyncio.timeout(MAX_SILENCE_S):
+                        await self._say(KvAnswer(beat=KvBeat()))
+                except TimeoutError:
+                    raise _deafness() from None
+
+
+def _silence() -> SilenceError:
+    return SilenceError(f"nothing was heard for {MAX_SILENCE_S:g} s")
+
+
+def _deafness() -> SilenceError:
+    return SilenceError(f"no answer was taken for {MAX_SILENCE_S:g} s")
 
 
 def _refusal(epoch: int, attempt: int, error: RefusedError) -> KvReceipt:

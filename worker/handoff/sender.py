@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from legato.worker.handoff.link import LinkBrokenError, LinkParts, lost
 from legato.worker.handoff.links import Links
-from legato.worker.handoff.transfer import ChunkSize, HandoffError, Transfer
+from legato.worker.handoff.transfer import HandoffError, RowSize, Transfer
 from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HandoffError", "HandoffResult", "KvSender"]
 
-CHUNK_BYTES = 1 << 20
 # Before a link is tried again: one that was up is likely to be there, one that was not is not.
 _RETRY_AFTER_UP_S = 0.02
 _RETRY_S = 0.2
@@ -55,13 +54,14 @@ class KvSender:
         rows from; None: rows go by gRPC alone.
         """
         num_heads = identity.kv_shape.num_kv_heads
-        self._size = ChunkSize(
-            row_bytes=wire.num_bytes(RowRange(0, 1, 0, 1, 0, num_heads)),
+        self._size = RowSize(
+            num_bytes=wire.num_bytes(RowRange(0, 1, 0, 1, 0, num_heads)),
             num_kv_heads=num_heads,
-            chunk_bytes=CHUNK_BYTES,
         )
         self._counters = counters
-        self._links = Links(LinkParts(identity, wire.name, self._size, pager, counters, new_memory))
+        self._links = Links(
+            LinkParts(identity, wire.name, self._size.num_bytes, pager, counters, new_memory)
+        )
         self._is_closed = False
 
     async def send(

@@ -60,23 +60,17 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class ChunkSize:
-    """How rows are cut into frames."""
+class RowSize:
+    """Of one token in one layer."""
 
-    row_bytes: int  # on the wire, of one token in one layer
+    num_bytes: int  # on the wire
     num_kv_heads: int
-    chunk_bytes: int
-
-    @property
-    def largest_bytes(self) -> int:
-        """Of any chunk: it has one row at least."""
-        return max(self.chunk_bytes, self.row_bytes)
 
 
 class Transfer:
     """Of one ticket, on one link at a time. No I/O; used on the event loop."""
 
-    def __init__(self, progress: KvProgress, ticket: KvTicket, size: ChunkSize) -> None:
+    def __init__(self, progress: KvProgress, ticket: KvTicket, size: RowSize) -> None:
         self.progress = progress
         self.ticket = ticket
         self.is_confirmed = False  # else rows are sent, and not committed
@@ -100,7 +94,7 @@ class Transfer:
     @property
     def num_bytes(self) -> int:
         """Of these rows on the wire."""
-        return self.num_rows * self._size.row_bytes
+        return self.num_rows * self._size.num_bytes
 
     @property
     def has_ended(self) -> bool:
@@ -148,7 +142,7 @@ class Transfer:
 
     def link_broke(self, error: Exception, now_s: float) -> None:
         """No frame of it is under way any more; it may be attached again."""
-        if self.stage is Stage.OPEN and not self._num_unanswered and self._next_rows() is None:
+        if self.stage is Stage.OPEN and not self._num_unanswered and self._first_rows() is None:
             self._waits_since_s = None  # it waited for the computation
         if self._waits_since_s is None:
             self._waits_since_s = now_s
@@ -197,20 +191,22 @@ class Transfer:
             )
         )
 
-    def take_piece(self, now_s: float) -> Piece | None:
-        """Rows to be sent now; None: there are none at present."""
+    def take_piece(self, now_s: float, most_bytes: int) -> Piece | None:
+        """Rows to be sent now, of so many bytes at most if that is a row; None: there are none at
+        present.
+        """
         if self.stage is not Stage.OPEN:
             return None
         if self._again:
             piece = self._again.popleft()
         else:
-            rows = self._next_rows()
+            rows = self._next_rows(max(1, most_bytes // self._size.num_bytes))
             if rows is None:
                 return None
             for layer in range(rows.layer_start, rows.layer_end):
                 self._sent[layer] = rows.token_end
             num_rows = rows.num_layers * rows.num_tokens
-            piece = Piece(rows, num_rows * self._size.row_bytes)
+            piece = Piece(rows, num_rows * self._size.num_bytes)
         if not self._num_unanswered and not self._is_cut_off:
             self._waits_since_s = now_s
         piece.num_sends += 1
@@ -238,7 +234,7 @@ class Transfer:
         self.stage = Stage.OPEN
         self.was_open = True
         self._sent, self.reused_tokens = landed, reused
-        if self._next_rows() is None:
+        if self._first_rows() is None:
             self._has_advanced(now_s)
 
     def landed(self, now_s: float) -> None:
@@ -265,17 +261,22 @@ class Transfer:
         all_sent = min(self._sent) >= self.progress.num_tokens
         return all_sent and not self._num_unanswered and not self._again and self.is_confirmed
 
-    def _next_rows(self) -> RowRange | None:
-        """Of the first layer that has any, and of those behind it as far as they fit."""
-        available, num_layers = self.progress.available, self.progress.num_layers
-        for first in range(num_layers):
-            start = self._sent[first]
-            num_tokens = available(first) - start
+    def _first_rows(self) -> tuple[int, int, int] | None:
+        """The first layer that has any to be sent, its first token, and how many."""
+        for layer in range(self.progress.num_layers):
+            start = self._sent[layer]
+            num_tokens = self.progress.available(layer) - start
             if num_tokens > 0:
-                break
-        else:
+                return layer, start, num_tokens
+        return None
+
+    def _next_rows(self, most_rows: int) -> RowRange | None:
+        """Of the first layer that has any, and of those behind it as far as they fit."""
+        found = self._first_rows()
+        if found is None:
             return None
-        most_rows = self._size.largest_bytes // self._size.row_bytes
+        first, start, num_tokens = found
+        available, num_layers = self.progress.available, self.progress.num_layers
         if num_tokens > most_rows:
             # In equal parts, so that the last one is no crumb.
             num_parts = -(-num_tokens // most_rows)

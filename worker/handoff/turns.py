@@ -21,18 +21,18 @@ class Turns:
         """It may have something to send now."""
         self._new[transfer] = None
 
-    def next(self, rows: bool, now_s: float) -> tuple[Transfer, Control | Piece] | None:
-        """What to send now; `rows`: whether there is room for some."""
+    def next(self, most_bytes: int, now_s: float) -> tuple[Transfer, Control | Piece] | None:
+        """What to send now; `most_bytes`: of rows, 0 where there is no room for any."""
         while self._new:
             transfer = next(iter(self._new))
             del self._new[transfer]
             self._rows.setdefault(transfer)
             if (control := transfer.control()) is not None:
                 return transfer, control
-        while rows and self._rows:
+        while most_bytes and self._rows:
             transfer = next(iter(self._rows))
             del self._rows[transfer]
-            if (piece := transfer.take_piece(now_s)) is not None:
+            if (piece := transfer.take_piece(now_s, most_bytes)) is not None:
                 self._rows[transfer] = None
                 return transfer, piece
         return None
