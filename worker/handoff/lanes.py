@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 # Rows of one message, and of all that are sent and not answered: see docs/hand-off.md for what was
 # measured. The receiver holds as much.
 CHUNK_BYTES = 2 << 20
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 6 << 20
 # The same of the shared memory, which is all that the rows take: the receiver holds none of them.
-SLOT_BYTES = 4 << 20
-NUM_SLOTS = 8
+SLOT_BYTES = 8 << 20
+NUM_SLOTS = 4
 # However small they are.
 WINDOW_CHUNKS = 16
 

@@ -276,17 +276,30 @@ class Transfer:
         if found is None:
             return None
         first, start, num_tokens = found
-        available, num_layers = self.progress.available, self.progress.num_layers
-        if num_tokens > most_rows:
-            # In equal parts, so that the last one is no crumb.
-            num_parts = -(-num_tokens // most_rows)
-            num_tokens = -(-num_tokens // num_parts)
-        end = first + 1
+        available, end = self.progress.available, self.progress.num_layers
+        alike = 1  # layers whose rows from `start` on are there, as far as the first one's
         while (
-            end < num_layers
-            and (end + 1 - first) * num_tokens <= most_rows
-            and self._sent[end] == start
-            and available(end) >= start + num_tokens
+            first + alike < end
+            and self._sent[first + alike] == start
+            and available(first + alike) >= start + num_tokens
         ):
-            end += 1
-        return RowRange(first, end - first, start, num_tokens, 0, self._size.num_kv_heads)
+            alike += 1
+        num_layers, num_tokens = _cut(alike, num_tokens, most_rows)
+        return RowRange(first, num_layers, start, num_tokens, 0, self._size.num_kv_heads)
+
+
+def _cut(num_layers: int, num_tokens: int, most_rows: int) -> tuple[int, int]:
+    """Layers and tokens of the next frame, such that those rows take few frames: the fewest layers
+    with which they take a tenth more than they would if all were full, else those with which they
+    take the fewest. Tokens in equal parts: the last one is no crumb.
+    """
+    least = -(-num_layers * num_tokens // most_rows)
+    best = (0, 0, 0)
+    for layers in range(1, min(num_layers, most_rows) + 1):
+        parts = -(-num_tokens // (most_rows // layers))
+        frames = parts * -(-num_layers // layers)
+        if layers == 1 or frames < best[0]:
+            best = (frames, layers, -(-num_tokens // parts))
+        if 10 * frames <= 11 * least:
+            break
+    return best[1], best[2]
