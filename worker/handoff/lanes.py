@@ -32,11 +32,10 @@ WINDOW_CHUNKS = 16
 
 @dataclass(frozen=True)
 class Packed:
-    """A KvFrame with rows, encoded. `slot` is used until the receiver has answered it."""
+    """Rows in a message, which is none of this: gRPC needs it no longer than the write lasts."""
 
-    message: bytes
     num_bytes: int  # of the rows
-    slot: int | None = None
+    slot: int | None = None  # in use until the receiver has answered
 
 
 class Lane(Protocol):
@@ -54,9 +53,9 @@ class Lane(Protocol):
     def window_chunks(self) -> int:
         """So many frames are packed and not free at most."""
 
-    async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> Packed:
-        """A frame with the rows that `fill` gives; raises what it raises, and holds nothing then.
-        `header` has neither checksum nor rows. The caller keeps the bounds.
+    async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
+        """An encoded KvFrame with the rows that `fill` gives; raises what it raises, and holds
+        nothing then. `header` has neither checksum nor rows. The caller keeps the bounds.
         """
 
     def free(self, packed: Packed) -> None:
@@ -74,13 +73,13 @@ class GrpcLane:
         self.window_bytes = WINDOW_BYTES
         self.window_chunks = WINDOW_CHUNKS
 
-    async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> Packed:
+    async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
         """See `Lane.pack`."""
         prefix = RowsPrefix.of(header, num_bytes)
         message, view = message_buffer(prefix.num_bytes)
         crc = await fill(view[len(prefix.head) :], header_checksum(header))
         prefix.write(view, crc)
-        return Packed(message, num_bytes)
+        return message, Packed(num_bytes)
 
     def free(self, packed: Packed) -> None:
         """Nothing is held."""
@@ -102,7 +101,7 @@ class MemoryLane:
         self.window_bytes = self.window_chunks * self.chunk_bytes
         self._free = list(range(self.window_chunks))[::-1]
 
-    async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> Packed:
+    async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
         """See `Lane.pack`."""
         slot = self._free.pop()
         try:
@@ -114,7 +113,7 @@ class MemoryLane:
         rows = KvRows()
         rows.CopyFrom(header)
         rows.crc32c, rows.slot = crc, slot
-        return Packed(KvFrame(rows=rows).SerializeToString(), num_bytes, slot)
+        return KvFrame(rows=rows).SerializeToString(), Packed(num_bytes, slot)
 
     def free(self, packed: Packed) -> None:
         """See `Lane.free`."""

@@ -155,6 +155,7 @@ class Link:
                 self._answered_at_s = time.monotonic()
             self._unanswered.append(frame)
             await self._say(frame.message)
+            frame.message = b""  # memory for the next one, which is in the caches still
             if frame.packed is not None:
                 self._lane.count(frame.packed, self._parts.counters)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # So many frames are made before they are sent, no more: who comes later waits for them. While one
 # is written, the pager's thread reads the next, and never waits for the event loop.
-FRAMES_AHEAD = 3
+FRAMES_AHEAD = 2
 LAST_SEQUENCE = (1 << 32) - 1
 
 
@@ -37,7 +37,7 @@ class Frame:
     sequence: int
     transfer: Transfer
     what: Control | Piece
-    message: bytes
+    message: bytes  # until it is sent
     packed: Packed | None = None  # of rows
 
 
@@ -48,7 +48,7 @@ class _RowsFrame:
     sequence: int
     transfer: Transfer
     piece: Piece
-    packing: asyncio.Task[Packed]
+    packing: asyncio.Task[tuple[bytes, Packed]]
 
 
 class Outgoing:
@@ -61,7 +61,7 @@ class Outgoing:
         self._lane: Lane | None = None
         self._turns = Turns()
         self._made: deque[Frame | _RowsFrame] = deque()
-        self._packings: set[asyncio.Task[Packed]] = set()
+        self._packings: set[asyncio.Task[tuple[bytes, Packed]]] = set()
         self._sequence = 0
         self._beat_is_due = False
         self._news = asyncio.Event()
@@ -184,7 +184,7 @@ class Outgoing:
         transfer, lane = made.transfer, self._lane
         assert lane is not None
         try:
-            packed = await made.packing
+            message, packed = await made.packing
         except LeaseReleasedError:
             transfer.fail(
                 HandoffError("the request is over, its blocks are gone", decode_lost=False)
@@ -196,7 +196,7 @@ class Outgoing:
         else:
             self._packings.discard(made.packing)
             if transfer.stage is Stage.OPEN:
-                return Frame(made.sequence, transfer, made.piece, packed.message, packed)
+                return Frame(made.sequence, transfer, made.piece, message, packed)
             lane.free(packed)
         self._packings.discard(made.packing)
         self._leave_window(made.piece)
