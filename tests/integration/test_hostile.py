@@ -74,7 +74,7 @@ async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes
 @pytest.mark.parametrize(
     ("method", "data"),
     [
-        ("PrefillWorker/Prefill", b"\x0a\x04\x0a\x02\xff\xfe"),  # a key that is not UTF-8
+        ("PrefillWorker/Prefill", b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"),  # a key that is not UTF-8
         ("DecodeWorker/Decode", b"\x0a\x06\x0a\x04\x0a\x02\xff\xfe"),
         ("KvTransfer/Link", b"\xff"),
         ("WorkerControl/GetIdentity", b"\xff"),
@@ -84,7 +84,8 @@ async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes
 async def test_malformed_requests_to_a_worker_are_the_callers_fault(
     method: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_worker("decode", num_blocks=128) as worker:
+    role = "prefill" if method.startswith("Prefill") else "decode"
+    async with running_worker(role, num_blocks=128) as worker:
         call = worker.channel.stream_stream(f"/legato.v1.{method}")(timeout=5)
         await call.write(data)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

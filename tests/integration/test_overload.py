@@ -91,18 +91,22 @@ async def test_answers_are_what_they_are_alone(tmp_path: Path, num_slots: int) -
 
         short = request([5], max_tokens=3, ignore_eos=True)
         short.n = 128
-        # Answers were short of late: too many of the long ones are let in.
-        for _ in range(5):
-            await ask(service, short)
-
-        together = await asyncio.gather(*(ask(service, o.message) for o in offered))
-        await service.wait_idle()
+        rounds: list[list[list[Answer]]] = []
         load = await decode_load(service)
+        # On a busy machine the prompts come one by one, and most of them find room.
+        while load.preemptions <= 10 and len(rounds) < 4:
+            # Answers were short of late: too many of the long ones are let in.
+            for _ in range(5):
+                await ask(service, short)
+            rounds.append(await asyncio.gather(*(ask(service, o.message) for o in offered)))
+            await service.wait_idle()
+            load = await decode_load(service)
         print(num_blocks, load)
 
-    for before, now in zip(alone, together, strict=True):
-        assert [content(a) for a in now] == [content(a) for a in before]
-    finishes = [answer.done for answers in together for answer in answers]
+    for together in rounds:
+        for before, now in zip(alone, together, strict=True):
+            assert [content(a) for a in now] == [content(a) for a in before]
+    finishes = [answer.done for together in rounds for answers in together for answer in answers]
     assert load.preemptions > 10
     assert sum(f.timings.preemptions for f in finishes) == load.preemptions
     assert all(f.timings.attempts == 1 for f in finishes), "a preemption is no failure"
@@ -111,6 +115,6 @@ async def test_answers_are_what_they_are_alone(tmp_path: Path, num_slots: int) -
     if num_slots == 0:
         assert load.preemptions_returned > 0
     oracle = load_oracle(folder)
-    for one, answers in list(zip(offered, together, strict=True))[::4]:
+    for one, answers in list(zip(offered, rounds[0], strict=True))[::4]:
         prompt, count = list(one.message.token_ids.ids), one.message.sampling.max_tokens
         assert answers[0].token_ids == greedy(oracle, prompt, count)

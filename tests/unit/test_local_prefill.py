@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from fake_engine import VOCAB_SIZE
-from kv_push import Ack, Stream, begin
+from kv_link import REFUSED, Link
 from worker_pair import Attempt, Pair, running_pair, sampling
 
 from legato.protos import common_pb2, worker_pb2
@@ -125,9 +125,11 @@ async def test_no_transfer_begins_beside_it_and_it_does_not_begin_beside_a_trans
         await attempt.start_locally()
         await asyncio.to_thread(pair.d.model.inside.wait, 20)
         assert attempt.ticket is not None
-        ack = await Stream(pair.d).ask(begin(pair.d, attempt.ticket))
-        assert ack.status == Ack.STATUS_REFUSED
-        assert "the ticket is DECODING" in ack.reason
+        link = Link(pair.d.channel, pair.d.server.node.identity)
+        await link.hello()
+        receipt = await link.ask(link.open_bytes(attempt.ticket, 10))
+        assert receipt.status == REFUSED
+        assert "the ticket is DECODING" in receipt.reason
         pair.d.model.go.set()
         await attempt.local_first_token()
         attempt.close()
@@ -135,8 +137,7 @@ async def test_no_transfer_begins_beside_it_and_it_does_not_begin_beside_a_trans
         other = local(pair, prompt_of(10), request_id="other")
         await other.reserve()
         assert other.ticket is not None
-        stream = Stream(pair.d)
-        await stream.ok(begin(pair.d, other.ticket))
+        await link.ok(link.open_bytes(other.ticket, 10))
         await other.start_locally()
         with pytest.raises(grpc.aio.AioRpcError, match="a transfer has begun") as raised:
             await other.decode_call.read()
