@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from legato.bench.handoff.rates import Rates
     from legato.bench.handoff.two_workers import TwoWorkers
 
-CHUNK_BYTES = tuple(1 << shift for shift in range(16, 23))  # 64 KiB to 4 MiB
-WINDOW_BYTES = tuple(1 << shift for shift in range(20, 25))  # 1 to 16 MiB
+CHUNK_BYTES = tuple(1 << shift for shift in range(16, 24))  # 64 KiB to 8 MiB
+WINDOW_BYTES = tuple(1 << shift for shift in range(20, 26))  # 1 to 32 MiB
 
 
 def settings() -> Iterator[tuple[int, int]]:

@@ -66,14 +66,15 @@ class SenderMemory:
         except OSError as error:
             raise MemoryRefusedError(f"memfd_create: {error.strerror}") from None
         try:
-            os.ftruncate(file, size)
+            # Without a touch: what no row has needed is not cleared (7 ms of 32 MiB, not 21).
+            os.posix_fallocate(file, 0, size)
             # Nobody can make a receiver read beyond its end, which would kill it.
             fcntl.fcntl(
                 file,
                 fcntl.F_ADD_SEALS,
                 fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
             )
-            memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
         except OSError as error:
             os.close(file)
             raise MemoryRefusedError(f"{size} bytes of shared memory: {error.strerror}") from None
