@@ -13,7 +13,7 @@ import pytest
 from fake_engine import VOCAB_SIZE, fake_config
 from worker_pair import Attempt, Pair, Worker, running_pair, running_worker, sampling
 
-from legato.worker.handoff import link, transfer
+from legato.worker.handoff import lanes, link, transfer
 from legato.worker.lifecycle import Phase
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ async def test_cancelled_between_two_prefill_chunks() -> None:
         await canary(pair)
 
 
+@pytest.fixture
+def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer of BIG takes several."""
+    for name in ("CHUNK_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(lanes, name, 1 << 20)
+
+
+@pytest.mark.usefixtures("many_chunks")
 async def test_cancelled_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_pair(config=BIG) as pair:
         attempt = Attempt(pair, prompt_of(200), sampling(5))
@@ -227,6 +235,7 @@ async def test_decode_worker_lost_before_the_transfer_is_reported() -> None:
             await canary(Pair(p, other))
 
 
+@pytest.mark.usefixtures("many_chunks")
 async def test_decode_worker_lost_in_the_middle_of_a_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,6 +281,7 @@ async def test_a_receiver_that_answers_nothing_is_given_up(
         await pair.until_idle()
 
 
+@pytest.mark.usefixtures("many_chunks")
 async def test_prefill_worker_lost_in_the_middle_of_a_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
