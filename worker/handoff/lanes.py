@@ -28,7 +28,7 @@ WINDOW_BYTES = 6 << 20
 # However small they are.
 WINDOW_CHUNKS = 16
 # Shared memory, which is all that the rows take, on both sides. A frame costs each side 0.2 ms
-# beside its copy, which takes 0.06 ms a MiB: 1 MiB slots came to a third of the rate.
+# beside its copy, which takes 0.06 ms a MiB: 1 MiB slots came to less than half the rate.
 SLOT_BYTES = 8 << 20
 NUM_SLOTS = 4
 
