@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,9 +17,11 @@ from table_scene import (
     HELD_DECODE_STEP,
     OTHER_PROMPT,
     PREFILL_CHUNK_TOKENS,
+    PROMPT,
     State,
     TableScene,
     is_free,
+    side_by_side,
 )
 
 if TYPE_CHECKING:
@@ -29,21 +32,40 @@ if TYPE_CHECKING:
 
 FULL = os.environ.get("LEGATO_FAULT_CASES") == "full"
 # 100 ms, on a machine that has nothing else to do. Where two cores are busy an event loop may wait
-# for its turns so many times as long. No silence, keep-alive or lease of ours ends within that: what
-# is free by then was freed by the word of the end alone.
+# for its turns so many times as long. No silence, keep-alive or lease of ours ends within that:
+# what is free by then was freed by the word of the end alone.
 CANCEL_S = 0.1
 LOAD_FACTOR = 20
 BOUND_S = CANCEL_S * LOAD_FACTOR
-DEADLINE_S = 1.5
+DEADLINE_S = 2.0
 
 CAUSES = ("cancel", "deadline", "client gone", "router gone")
 LANES = ("grpc", "auto")  # auto: shared memory
 
 
-def cases() -> Iterator[tuple[State, str, str]]:
+# Frames of rows that have passed when the middle of a hand-off is struck.
+ROWS_PASSED = tuple(range(1, 12)) if FULL else (2,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who goes away, and when."""
+
+    state: State
+    cause: str
+    lane: str
+    rows_passed: int = 2
+
+    def __str__(self) -> str:
+        rows = f", {self.rows_passed} frames" if self.state is State.AMID_ROWS else ""
+        return f"{self.state.value}{rows} | {self.cause} | {self.lane}"
+
+
+def cases(*causes: str) -> Iterator[Case]:
     """Each state with each cause; hand-offs on both lanes, in turn where the size is not full."""
     for state in State:
-        for number, cause in enumerate(CAUSES):
+        for cause in causes:
+            number = CAUSES.index(cause)
             if state is State.FINISHED and cause == "deadline":
                 continue  # the call is over
             if state is State.QUEUED and cause == "router gone":
@@ -55,7 +77,8 @@ def cases() -> Iterator[tuple[State, str, str]]:
             else:
                 lanes = (LANES[number % 2],)
             for lane in lanes:
-                yield state, cause, lane
+                for rows_passed in ROWS_PASSED if state is State.AMID_ROWS else (2,):
+                    yield Case(state, cause, lane, rows_passed)
 
 
 @pytest.fixture(autouse=True)
@@ -116,20 +139,19 @@ def check_work(scene: TableScene, state: State, cause: str) -> None:
         case State.DECODING:
             assert d.decode_steps == HELD_DECODE_STEP
         case State.LOCAL_PREFILL:
-            assert (d.prefill_tokens, p.prefill_tokens) == (2 * PREFILL_CHUNK_TOKENS, 0)
+            assert (d.prefill_steps, p.prefill_steps) == (1, 0)
+            assert d.prefill_tokens < len(PROMPT)
             assert d.decode_tokens == 0
     if state not in (State.QUEUED, State.DECODING, State.FINISHED):
         assert (d.decode_tokens, d.kv_transfers_completed) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("state", "cause", "lane"),
-    [pytest.param(*case, id=f"{case[0].value}-{case[1]}-{case[2]}") for case in cases()],
-)
-async def test_everything_comes_back(state: State, cause: str, lane: str) -> None:
+async def check(case: Case) -> None:
+    state, cause = case.state, case.cause
     # One prompt fills a prefill worker where a second one is to queue.
     p = {"num_blocks": 20} if state is State.QUEUED else {}
-    async with TableScene(lane=lane, local=state is State.LOCAL_PREFILL, p=p) as scene:
+    local = state is State.LOCAL_PREFILL
+    async with TableScene(lane=case.lane, local=local, p=p, rows_passed=case.rows_passed) as scene:
         timeout_s = DEADLINE_S if cause == "deadline" else None
         stream = await scene.bring(state, timeout_s=timeout_s)
         busy = inside_a_step(scene, state)
@@ -137,25 +159,22 @@ async def test_everything_comes_back(state: State, cause: str, lane: str) -> Non
         strike(scene, stream, cause)
 
         # At once where no step is under way; the router too.
-        took_s = 0.0
         if state is State.FINISHED:
             assert all(map(is_free, scene.workers))
         elif state is State.QUEUED:  # who is before it goes on
-            took_s = await scene.until(
-                lambda: scene.router.admission.num_queued == 0, scene.left_s(BOUND_S)
-            )
+            await scene.until(lambda: scene.router.admission.num_queued == 0, scene.left_s(BOUND_S))
         else:
-            took_s = await scene.until_free(others, BOUND_S)
+            await scene.until_free(others, BOUND_S)
+        has_blocker = state in (State.QUEUED, State.TICKETED) and cause != "router gone"
+        took_s = await scene.until(
+            lambda: sum(w.server._lifecycle.num_calls for w in busy) == has_blocker,
+            scene.left_s(BOUND_S),
+        )
         if cause != "router gone":
             await asyncio.wait_for(stream.reading, BOUND_S)
             check_end(stream, cause)
 
         # The step under way ends, and nothing of this request comes behind it.
-        has_blocker = state in (State.QUEUED, State.TICKETED) and cause != "router gone"
-        await scene.until(
-            lambda: sum(w.server._lifecycle.num_calls for w in busy) == has_blocker,
-            scene.left_s(BOUND_S),
-        )
         scene.release()
         scene.struck_at_s = time.monotonic()
         if has_blocker:
@@ -168,7 +187,13 @@ async def test_everything_comes_back(state: State, cause: str, lane: str) -> Non
         if cause != "router gone":
             await scene.until_router_free(BOUND_S)
             await scene.canary()
-        print(
-            f"{state.value} | {cause} | {lane} | {took_s * 1e3:.0f} ms"
-            f" | after the step {after_step_s * 1e3:.0f} ms"
-        )
+        print(f"{case} | {took_s * 1e3:.0f} ms, then {after_step_s * 1e3:.0f} ms after the step")
+
+
+@pytest.mark.parametrize("case", [*cases("cancel", "client gone", "router gone")], ids=str)
+async def test_everything_comes_back(case: Case) -> None:
+    await check(case)
+
+
+async def test_everything_comes_back_after_a_deadline() -> None:
+    await side_by_side(cases("deadline"), check)

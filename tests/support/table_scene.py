@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 from fake_engine import FakeModel, fake_config
@@ -25,7 +25,7 @@ from legato.protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from legato.worker.handoff.frames import RowsFrame, read_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from legato.worker.kv.cache import KvCache
     from legato.worker.kv.progress import KvProgress
 
+T = TypeVar("T")
+MOST_AT_ONCE = 10
 CONFIG = fake_config(num_layers=4)
 MODEL = FakeModel(CONFIG)
 CHUNK_BYTES = 1024  # of the sender, so that a prompt's rows are many frames
@@ -136,7 +138,7 @@ class StepHold:
 class TableScene:
     """Use as an async context manager. The router and the prefill workers reach each worker over
     connections of their own, which can be cut and frozen apart. `local`: decode workers may prefill
-    themselves; the test has it that they do.
+    themselves; the test has it that they do. `rows_passed`: frames of rows, before the middle.
     """
 
     def __init__(
@@ -147,15 +149,25 @@ class TableScene:
         lane: str = "grpc",
         local: bool = False,
         p: dict[str, Any] | None = None,
+        rows_passed: int = 2,
+        step_timeout_s: float = 60.0,
     ) -> None:
         self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
+        common: dict[str, Any] = {
+            "kv_lane": lane,
+            "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS,
+            "step_timeout_s": step_timeout_s,
+        }
         self._settings: dict[str, dict[str, Any]] = {
-            "prefill": {"kv_lane": lane, "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS, **(p or {})},
-            "decode": {"kv_lane": lane, "prefill_chunk_tokens": PREFILL_CHUNK_TOKENS},
+            "prefill": {**common, **(p or {})},
+            "decode": common,
         }
         self._local_prefill_tokens = 128 if local else 0
+        self._rows_passed = rows_passed
         self._stack = AsyncExitStack()
-        self.workers: list[Worker] = []
+        self.workers: list[Worker] = []  # those that are dead are taken out
+        self.prefills: list[Worker] = []
+        self.decodes: list[Worker] = []
         self.holds: dict[int, StepHold] = {}  # by the worker's id()
         self.to_worker: dict[int, TcpProxy] = {}  # from the router
         self.link_cables: dict[tuple[int, int], TcpProxy] = {}  # from prefill to decode
@@ -178,14 +190,6 @@ class TableScene:
         await asyncio.gather(*(s.reading for s in self.streams), return_exceptions=True)
         await self._stack.aclose()
 
-    @property
-    def prefills(self) -> list[Worker]:
-        return self.workers[: self._counts["prefill"]]
-
-    @property
-    def decodes(self) -> list[Worker]:
-        return self.workers[self._counts["prefill"] :]
-
     async def _start(self) -> None:
         enter = self._stack.enter_async_context
         endpoints = []
@@ -194,6 +198,7 @@ class TableScene:
                 settings = self._settings[role]
                 worker = await enter(running_worker(role, config=CONFIG, **settings))
                 self.workers.append(worker)
+                (self.prefills if role == "prefill" else self.decodes).append(worker)
                 self.holds[id(worker)] = StepHold(worker)
                 proxy = await enter(TcpProxy(worker.address))
                 self.to_worker[id(worker)] = proxy
@@ -252,10 +257,12 @@ class TableScene:
         *,
         timeout_s: float | None = WAIT_S,
         direct: bool = False,
+        cache_salt: str = "",
     ) -> Stream:
         """`direct`: past the cable that stands for the client's connection."""
         request = generation_pb2.GenerateRequest(sampling=sampling(num_tokens, ignore_eos=True))
         request.token_ids.ids.extend(prompt)
+        request.cache_salt = cache_salt
         stub = self._direct if direct else self._generation
         stream = Stream(stub.Generate(request, timeout=timeout_s))
         self.streams.append(stream)
@@ -272,7 +279,7 @@ class TableScene:
         elif state is State.TICKETED:
             self._hold(self.prefills, 1)
             for number in range(len(self.prefills)):
-                self.ask(OTHER_PROMPT, 1, direct=True)
+                self.ask(OTHER_PROMPT, 1, direct=True, cache_salt=str(number))
                 await self.until(lambda n=number: self._num_inside(self.prefills) == n + 1)
             others = len(self.prefills)
         elif state is State.PREFILLING:
@@ -280,9 +287,9 @@ class TableScene:
         elif state is State.DECODING:
             self._hold(self.decodes, HELD_DECODE_STEP)
         elif state is State.LOCAL_PREFILL:
-            self._hold(self.decodes, HELD_PREFILL_STEP)
+            self._hold(self.decodes, 1)  # of two: such a step has fewer tokens than the prompt
         for link in self.links.values():
-            link.gate_when = gate_of(state)
+            link.gate_when = gate_of(state, self._rows_passed)
         stream = self.ask(timeout_s=timeout_s)
         await self.until(lambda: self.stands_in(state, stream) or stream.reading.done())
         assert self.stands_in(state, stream), f"not reached: {stream}"
@@ -310,12 +317,19 @@ class TableScene:
                 return num_tickets == 1 and credit > 0 and waiting == 1 and prefilled == 0
             case State.PREFILLING:
                 held = sum(p.held_blocks for p in ps)
-                return num_tickets == 1 and num_inside == 1 and held > 0 and prefilled == PREFILL_CHUNK_TOKENS
+                return (
+                    num_tickets == 1
+                    and num_inside == 1
+                    and held > 0
+                    and prefilled == PREFILL_CHUNK_TOKENS
+                )
             case State.DECODING:
                 steps = sum(d.decode_steps for d in ds)
-                return self._num_inside(self.decodes) == 1 and steps == HELD_DECODE_STEP - 1
+                told = len(stream.tokens) == HELD_DECODE_STEP  # one of them is prefill's
+                inside = self._num_inside(self.decodes) == 1
+                return inside and told and steps == HELD_DECODE_STEP - 1
             case State.LOCAL_PREFILL:
-                here = sum(d.prefill_tokens for d in ds)
+                here = sum(d.held_blocks for d in ds)
                 inside = self._num_inside(self.decodes) == 1
                 return inside and here > 0 and prefilled == 0 and not stream.tokens
         landing = sum(d.transferring for d in ds) == 1 and len(stream.tokens) == 1
@@ -346,15 +360,22 @@ class TableScene:
                 link.gate_when = None
                 link.gate.set()
 
+    def release_steps(self, worker: Worker) -> None:
+        self.holds[id(worker)].release()
+
     # --- what becomes of it -------------------------------------------------------------------
 
     def at_work(self, role: Role) -> Worker:
-        """The only worker of the role that has something of the request."""
+        """The worker of the role that has something of the request, or had it last."""
         if role == "decode":
             [worker] = [d for d in self.decodes if len(d.server.node.tickets)]
             return worker
-        ordered = sorted(self.prefills, key=lambda p: p.load().held_blocks + p.load().waiting)
-        return ordered[-1]
+
+        def share(worker: Worker) -> tuple[int, int]:
+            load = worker.load()
+            return load.held_blocks + load.waiting, load.prefill_tokens
+
+        return max(self.prefills, key=share)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> float:
         """Seconds from the strike until it came true."""
@@ -400,6 +421,23 @@ class TableScene:
         return "; ".join(str(w.load()).replace("\n", " ") for w in self.workers)
 
 
+async def side_by_side(cases: Iterable[T], run: Callable[[T], Awaitable[None]]) -> None:
+    """They wait most of the time. Whichever fails is named."""
+    turns = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def one(case: T) -> None:
+        async with turns:
+            try:
+                await run(case)
+            except BaseException as error:
+                error.add_note(str(case))
+                raise
+
+    async with asyncio.TaskGroup() as tasks:
+        for case in cases:
+            tasks.create_task(one(case))
+
+
 def is_free(worker: Worker) -> bool:
     """free + cached == total, and nothing runs, waits or is promised."""
     load = worker.load()
@@ -415,20 +453,20 @@ def is_free(worker: Worker) -> bool:
     )
 
 
-def gate_of(state: State) -> Callable[[bytes], bool] | None:
+def gate_of(state: State, rows_passed: int) -> Callable[[bytes], bool] | None:
     """Which frame of a link is the first that does not pass."""
     num_rows = 0
 
-    def third_rows(message: bytes) -> bool:
+    def later_rows(message: bytes) -> bool:
         nonlocal num_rows
         num_rows += kind_of(message) == "rows"
-        return num_rows >= 3
+        return num_rows > rows_passed
 
     match state:
         case State.BEFORE_ROWS:
             return lambda message: kind_of(message) == "rows"
         case State.AMID_ROWS:
-            return third_rows
+            return later_rows
         case State.BEFORE_COMMIT:
             return lambda message: kind_of(message) == "close"
     return None

@@ -42,6 +42,10 @@ class TcpProxy:
         """Connections stay and new ones are taken, but no byte passes any more."""
         self._going.clear()
 
+    def thaw(self) -> None:
+        """What was held passes."""
+        self._going.set()
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
