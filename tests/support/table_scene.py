@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.progress import KvProgress
 
 T = TypeVar("T")
-MOST_AT_ONCE = 10
+MOST_AT_ONCE = 16
 CONFIG = fake_config(num_layers=4)
 MODEL = FakeModel(CONFIG)
 CHUNK_BYTES = 1024  # of the sender, so that a prompt's rows are many frames
@@ -291,7 +291,7 @@ class TableScene:
         for link in self.links.values():
             link.gate_when = gate_of(state, self._rows_passed)
         stream = self.ask(timeout_s=timeout_s)
-        await self.until(lambda: self.stands_in(state, stream) or stream.reading.done())
+        await self.until(lambda: self.stands_in(state, stream) or stream.error is not None)
         assert self.stands_in(state, stream), f"not reached: {stream}"
         assert len(self.streams) == others + 1
         return stream
@@ -299,7 +299,10 @@ class TableScene:
     def stands_in(self, state: State, stream: Stream) -> bool:
         """Whether the gauges of all sides say so."""
         if state is State.FINISHED:
-            return stream.reading.done() and stream.finish is not None
+            over = stream.reading.done() and stream.finish is not None
+            sides = (self.prefills, self.decodes)
+            cached = all(any(w.load().cached_blocks for w in side) for side in sides)
+            return over and cached and all(map(is_free, self.workers))
         if stream.reading.done():
             return False
         ps = [worker.load() for worker in self.prefills]

@@ -35,6 +35,10 @@ class TcpProxy:
         """Every connection is reset, no other is taken."""
         if self._server is not None:
             self._server.close()
+        self.reset()
+
+    def reset(self) -> None:
+        """Every connection is reset; new ones are taken."""
         for writer in self._writers:
             writer.transport.abort()
 
