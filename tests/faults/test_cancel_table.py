@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from table_scene import (
+from table_scene import TableScene, side_by_side
+from table_state import (
     CHUNK_BYTES,
     HELD_DECODE_STEP,
     OTHER_PROMPT,
     PREFILL_CHUNK_TOKENS,
     PROMPT,
     State,
-    TableScene,
-    side_by_side,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from table_scene import Stream
+    from client_stream import Stream
     from worker_pair import Worker
 
 FULL = os.environ.get("LEGATO_FAULT_CASES") == "full"

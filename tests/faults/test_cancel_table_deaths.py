@@ -11,25 +11,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from table_scene import (
+from table_scene import TableScene, side_by_side
+from table_state import (
     CHUNK_BYTES,
-    HANDOFF_BYTES,
     HELD_DECODE_STEP,
     NUM_TOKENS,
     OTHER_PROMPT,
     PROMPT,
     State,
-    TableScene,
-    side_by_side,
 )
 
 from legato.worker.lifecycle import Phase
-from legato.worker.services.prefill_call import RETARGET_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from table_scene import Stream
     from tcp_proxy import TcpProxy
     from worker_pair import Worker
 
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
 FULL = os.environ.get("LEGATO_FAULT_CASES") == "full"
 # A dead peer's leases end within 5 s; for two busy cores there are 3 s more.
 BOUND_S = 5.0 + 3.0
-CANCEL_BOUND_S = 2.0  # see there
 # Frames of rows that have passed when the middle of a hand-off is struck.
 ROWS_PASSED = tuple(range(1, 12)) if FULL else (2,)
 LANES = ("grpc", "auto")  # auto: shared memory
@@ -197,55 +192,6 @@ async def test_the_way_between_the_workers_is_lost() -> None:
     hand_offs = [s for s in State if s.hands_off]
     made = [c for loss in ("link cut", "link hung") for c in cases("decode", loss, hand_offs)]
     await side_by_side(made, lose_the_link)
-
-
-@pytest.mark.parametrize("lane", LANES)
-async def test_a_broken_link_goes_on_from_the_acked_offset(lane: str) -> None:
-    async with TableScene(lane=lane) as scene:
-        stream = await scene.bring(State.AMID_ROWS)
-        [p], [d] = scene.prefills, scene.decodes
-        assert d.load().kv_bytes_received > 0
-        scene.link_cables[id(p), id(d)].reset()
-        scene.release()
-        timings = await stream.exact()
-        assert (timings.attempts, timings.retargets) == (1, 0)
-        assert p.server.node.transfers.resumed == 1
-        assert d.load().kv_bytes_received == HANDOFF_BYTES, "what had landed was sent again"
-        assert p.load().prefill_tokens == len(PROMPT)
-        scene.struck_at_s = time.monotonic()
-        await scene.until_free(scene.workers, BOUND_S)
-
-
-async def test_a_cancel_while_the_kv_waits_for_another_decode_worker() -> None:
-    async with TableScene() as scene:
-        stream = await lose_the_only_decode_worker(scene)
-        scene.struck_at_s = time.monotonic()
-        stream.call.cancel()
-        took_s = await scene.until_free(scene.workers, CANCEL_BOUND_S)
-        await scene.until_router_free(BOUND_S)
-        print(f"waits for a decode worker | cancel | {took_s * 1e3:.0f} ms")
-
-
-@pytest.mark.skipif(not FULL, reason="10 s: only at full size")
-async def test_kv_that_no_other_decode_worker_comes_for() -> None:
-    """For 5 s the lost one may come back; then for 5 s another one may come."""
-    async with TableScene() as scene:
-        stream = await lose_the_only_decode_worker(scene)
-        took_s = await scene.until_free(scene.workers, BOUND_S + RETARGET_WAIT_S)
-        assert not stream.reading.done(), "it waits for a worker, and has nothing"
-        print(f"waits for a decode worker | nobody comes | {took_s:.2f} s")
-
-
-async def lose_the_only_decode_worker(scene: TableScene) -> Stream:
-    stream = await scene.bring(State.AMID_ROWS)
-    [p], [d] = scene.prefills, scene.decodes
-    ending = strike(scene, d, "dead")
-    await scene.until(lambda: scene.router.admission.num_queued == 1)
-    scene.workers.remove(d)
-    assert ending is not None
-    await ending
-    assert p.load().held_blocks > 0
-    return stream
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

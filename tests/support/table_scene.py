@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
-from fake_engine import FakeModel, fake_config
+from client_stream import Stream
 from link_proxy import LinkProxy
 from router_service import FakeAnswerText, FakeControl, FakeText, fake_parse
+from table_state import (
+    CONFIG,
+    HANDOFF_BYTES,
+    HELD_DECODE_STEP,
+    HELD_PREFILL_STEP,
+    NUM_TOKENS,
+    OTHER_PROMPT,
+    PREFILL_CHUNK_TOKENS,
+    PROMPT,
+    State,
+    StepHold,
+    gate_of,
+)
 from tcp_proxy import TcpProxy
 from worker_pair import WAIT_S, Worker, running_worker, sampling
 
@@ -22,117 +33,16 @@ from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
 from legato.protos import generation_pb2, generation_pb2_grpc, worker_pb2
-from legato.worker.handoff.frames import RowsFrame, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from torch import Tensor
-
     from legato.cluster.control_plane import Role
-    from legato.worker.forward import ForwardBatch
     from legato.worker.handoff.sender import HandoffResult
-    from legato.worker.kv.cache import KvCache
     from legato.worker.kv.progress import KvProgress
 
 T = TypeVar("T")
 MOST_AT_ONCE = 16
-CONFIG = fake_config(num_layers=4)
-MODEL = FakeModel(CONFIG)
-CHUNK_BYTES = 1024  # of the sender, so that a prompt's rows are many frames
-PROMPT = [(i * 37 + 5) % 320 for i in range(50)]
-OTHER_PROMPT = [(i * 41 + 9) % 320 for i in range(50)]
-NUM_TOKENS = 16
-HANDOFF_BYTES = len(PROMPT) * CONFIG.num_layers * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
-PREFILL_CHUNK_TOKENS = 16
-HELD_DECODE_STEP = 5
-HELD_PREFILL_STEP = 2  # of four
-
-
-class State(Enum):
-    """Where the request is when it is struck."""
-
-    QUEUED = "queued"
-    TICKETED = "ticketed"
-    PREFILLING = "prefilling"
-    BEFORE_ROWS = "handing off, no rows yet"
-    AMID_ROWS = "handing off, in the middle"
-    BEFORE_COMMIT = "handing off, not committed"
-    DECODING = "decoding"
-    LOCAL_PREFILL = "local prefill"
-    FINISHED = "finished"
-
-    @property
-    def hands_off(self) -> bool:
-        return self in (State.BEFORE_ROWS, State.AMID_ROWS, State.BEFORE_COMMIT)
-
-
-@dataclass(eq=False)
-class Stream:
-    """One request of a client, read as it comes."""
-
-    call: Any
-    asked_at_s: float = field(default_factory=time.monotonic)
-    tokens: list[int] = field(default_factory=list)
-    finish: generation_pb2.Finish | None = None
-    error: grpc.aio.AioRpcError | None = None
-    reading: asyncio.Task[None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reading = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        try:
-            async for response in self.call:
-                assert self.finish is None, "nothing comes after the finish"
-                if response.HasField("finish"):
-                    self.finish = response.finish
-                    continue
-                assert response.delta.token_offset == len(self.tokens), "a token lost or doubled"
-                self.tokens += response.delta.token_ids
-        except grpc.aio.AioRpcError as error:
-            self.error = error
-        except asyncio.CancelledError:  # gRPC's answer to a cancel of our own call
-            if not self.call.cancelled():
-                raise
-
-    async def exact(self, prompt: Sequence[int] = PROMPT) -> generation_pb2.Timings:
-        """To its end, which is a good one with every token right."""
-        await asyncio.wait_for(self.reading, WAIT_S)
-        assert self.error is None, self.error
-        assert self.finish is not None
-        assert self.tokens == MODEL.expected(prompt, len(self.tokens))
-        assert len(self.tokens) == self.finish.usage.completion_tokens
-        return self.finish.timings
-
-
-class StepHold:
-    """Stops a worker's engine inside one of its steps, counted from now."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._model = worker.model
-        self._forward = self._model.forward
-        self._steps_left = 0
-        self._model.forward = self._step
-        self.is_inside = False
-
-    def arm(self, step: int) -> None:
-        """The step of that number, from 1."""
-        self._steps_left = step
-
-    def release(self) -> None:
-        self._steps_left = 0
-        self.is_inside = False
-        self._model.go.set()
-
-    def _step(self, batch: ForwardBatch, cache: KvCache) -> Tensor:
-        if self._steps_left:
-            self._steps_left -= 1
-            if self._steps_left == 0:
-                self._model.go.clear()
-                self.is_inside = True
-        result: Tensor = self._forward(batch, cache)
-        return result
 
 
 class TableScene:
@@ -454,28 +364,3 @@ def is_free(worker: Worker) -> bool:
         and not len(worker.server.node.tickets)
         and not worker.server._lifecycle.num_calls
     )
-
-
-def gate_of(state: State, rows_passed: int) -> Callable[[bytes], bool] | None:
-    """Which frame of a link is the first that does not pass."""
-    num_rows = 0
-
-    def later_rows(message: bytes) -> bool:
-        nonlocal num_rows
-        num_rows += kind_of(message) == "rows"
-        return num_rows > rows_passed
-
-    match state:
-        case State.BEFORE_ROWS:
-            return lambda message: kind_of(message) == "rows"
-        case State.AMID_ROWS:
-            return later_rows
-        case State.BEFORE_COMMIT:
-            return lambda message: kind_of(message) == "close"
-    return None
-
-
-def kind_of(message: bytes) -> str | None:
-    """Rows have a slot or bytes, by the lane."""
-    frame = read_frame(message)
-    return "rows" if isinstance(frame, RowsFrame) else frame.WhichOneof("frame")
