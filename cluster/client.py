@@ -20,6 +20,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # as all of our commands do: a service is near
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # what a silent peer is given: a minute by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", -1),  # the reply to a prompt with many logprobs is large
 )

@@ -42,6 +42,8 @@ SERVER_OPTIONS = (
     # A client that vanished without a word is noticed, and what it holds is freed.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # This one decides how long a ping may stay unanswered; its default is a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Idle connections are told to go; clients connect again by themselves when they call.
     ("grpc.max_connection_idle_ms", 30 * 60 * 1000),

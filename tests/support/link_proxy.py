@@ -46,9 +46,11 @@ class LinkProxy(grpc.GenericRpcHandler):
         self.num_streams = 0
         self.num_messages = dict.fromkeys(DIRECTIONS, 0)  # of all streams, as they came
         self.frames: list[bytes] = []  # likewise
-        # Frames from this one on wait here for `gate`.
+        # Frames from this one on, or from the first that `gate_when` is true of, wait for `gate`.
         self.gate_at: int | None = None
+        self.gate_when: Callable[[bytes], bool] | None = None
         self.gate = asyncio.Event()
+        self.num_waiting = 0  # streams
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
@@ -114,8 +116,12 @@ class LinkProxy(grpc.GenericRpcHandler):
                 self.num_messages[direction] += 1
                 if direction == "frames":
                     self.frames.append(message)
-                    if self.gate_at is not None and index >= self.gate_at:
-                        await self.gate.wait()
+                    if self._waits(index, message):
+                        self.num_waiting += 1
+                        try:
+                            await self.gate.wait()
+                        finally:
+                            self.num_waiting -= 1
                 fault = self.fault
                 hit = fault is not None and (fault.direction, fault.index) == (direction, index)
                 if fault is None or not hit or self.fired:
@@ -135,6 +141,11 @@ class LinkProxy(grpc.GenericRpcHandler):
                 await write(held)
         finally:
             reading.cancel()
+
+    def _waits(self, index: int, frame: bytes) -> bool:
+        if self.gate_when is not None and self.gate_when(frame):
+            return True
+        return self.gate_at is not None and index >= self.gate_at
 
     async def _damage(self, fault: Fault, message: bytes) -> list[bytes]:
         match fault.kind:
