@@ -40,7 +40,7 @@ integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
 	@$(BIN)/python -m pytest -q tests/integration
 
 test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
-	@LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
+	@LEGATO_FAULT_CASES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
 	@LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_properties.py
