@@ -39,6 +39,8 @@ BOUND_S = 5.0 + 3.0
 ROWS_PASSED = tuple(range(1, 12)) if FULL else (2,)
 LANES = ("grpc", "auto")  # auto: shared memory
 STATES = tuple(s for s in State if s not in (State.QUEUED, State.FINISHED))
+ROLES: tuple[Role, ...] = ("decode", "prefill")
+LINK_LOSSES = ("link cut", "link hung")
 BEFORE_DECODE = tuple(s for s in STATES if s not in (State.DECODING, State.LOCAL_PREFILL))
 
 
@@ -72,7 +74,7 @@ def cases(role: Role, loss: str, states: Iterable[State] = STATES) -> list[Case]
         lanes: Sequence[str] = LANES[:1]
         if state.hands_off:
             lanes = LANES if FULL or loss == "dead" else (LANES[number % 2],)
-        rows_passed = ROWS_PASSED if state is State.AMID_ROWS and loss != "hung" else (2,)
+        rows_passed = ROWS_PASSED if state is State.AMID_ROWS and loss in ("dead", "cut") else (2,)
         made += [Case(state, role, loss, lane, n) for lane in lanes for n in rows_passed]
     return made
 
@@ -166,8 +168,8 @@ def check_way(
         assert committed == (case.state is State.DECODING)
 
 
-@pytest.mark.parametrize("loss", ["dead", "cut", "hung"])
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("loss", ["dead", "cut"])
+@pytest.mark.parametrize("role", ROLES)
 async def test_a_worker_is_lost(role: Role, loss: str) -> None:
     await side_by_side(cases(role, loss), lose_a_worker)
 
@@ -188,13 +190,7 @@ async def lose_the_link(case: Case) -> None:
         print(f"{case} | stream's end {went_on_s:.2f} s")
 
 
-async def test_the_way_between_the_workers_is_lost() -> None:
-    hand_offs = [s for s in State if s.hands_off]
-    made = [c for loss in ("link cut", "link hung") for c in cases("decode", loss, hand_offs)]
-    await side_by_side(made, lose_the_link)
-
-
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ROLES)
 async def test_a_worker_is_lost_after_the_end(role: Role) -> None:
     counts = {"prefills" if role == "prefill" else "decodes": 2}
     async with TableScene(**counts) as scene:  # type: ignore[arg-type]  # numbers
@@ -229,10 +225,6 @@ async def strand(case: Case) -> None:
         print(f"{case.state.value} | router hung | {case.lane} | all calls ended {took_s:.2f} s")
 
 
-async def test_the_router_hangs() -> None:
-    await side_by_side(cases("decode", "hung"), strand)
-
-
 async def hang_an_engine(case: Case) -> None:
     """Its process answers and reports, and a step never ends: the watchdog ends the worker."""
     counts = {"prefills" if case.role == "prefill" else "decodes": 2}
@@ -252,10 +244,13 @@ async def hang_an_engine(case: Case) -> None:
         print(f"{case} | stream's end {went_on_s:.2f} s (limit of a step 0.2 s + 0.2 s a token)")
 
 
-async def test_an_engine_hangs() -> None:
-    """16 tokens of a prompt, or one of decode, are in the step."""
-    hung = [
-        Case(State.PREFILLING, "prefill", "engine hung", "grpc"),
-        Case(State.DECODING, "decode", "engine hung", "grpc"),
-    ]
-    await side_by_side(hung, hang_an_engine)
+async def test_whoever_falls_silent() -> None:
+    """Workers, their engines, the router, the way between two workers: silence is what tells."""
+    hand_offs = [state for state in State if state.hands_off]
+    runs = [(lose_a_worker, c) for role in ROLES for c in cases(role, "hung")]
+    runs += [(strand, case) for case in cases("decode", "router hung")]
+    runs += [(lose_the_link, c) for loss in LINK_LOSSES for c in cases("decode", loss, hand_offs)]
+    # 16 tokens of a prompt, or one of decode, are in the step.
+    runs.append((hang_an_engine, Case(State.PREFILLING, "prefill", "engine hung", "grpc")))
+    runs.append((hang_an_engine, Case(State.DECODING, "decode", "engine hung", "grpc")))
+    await side_by_side(runs, lambda run: run[0](run[1]))
