@@ -536,6 +536,18 @@ async def test_frames_that_are_none_end_the_stream(
     assert caplog.records == []
 
 
+async def test_nothing_large_is_looked_at_before_the_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_session, "read_frame", None)
+    async with running_receiver() as rig:
+        link = rig.link()
+        await link.write(
+            Frame(rows=kv_transfer_pb2.KvRows(data=bytes(1 << 20))).SerializeToString()
+        )
+        code, details = await link.ended()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the first frame has 10485" in details
+
+
 @pytest.mark.parametrize("sequence", [0, 1, 3, 2**32 - 1])
 @pytest.mark.parametrize("kind", ["open", "rows", "close"])
 async def test_a_gap_in_the_numbers_ends_the_stream(kind: str, sequence: int) -> None:

@@ -16,6 +16,7 @@ from legato.protos import kv_transfer_pb2
 from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvHello, KvReceipt
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.handoff import lanes
+from legato.worker.handoff.frames import MAX_PLAIN_BYTES
 from legato.worker.handoff.lanes import GrpcLane, Lane, MemoryLane
 from legato.worker.handoff.outgoing import Frame, NumbersUsedUpError, Outgoing
 from legato.worker.handoff.shared_memory import MemoryRefusedError
@@ -176,6 +177,8 @@ class Link:
         if not self.is_open:  # gRPC may keep a cancellation to itself
             raise LinkBrokenError("it was closed")
         self._heard_at_s = time.monotonic()
+        if len(message) > MAX_PLAIN_BYTES:
+            raise LinkBrokenError(f"its answer has {len(message)} bytes, limit {MAX_PLAIN_BYTES}")
         try:
             return KvAnswer.FromString(message)
         except DecodeError as error:

@@ -19,7 +19,7 @@ from legato.protos.kv_transfer_pb2 import (
     KvRows,
     KvWelcome,
 )
-from legato.worker.handoff.frames import RowsFrame, read_frame
+from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, read_frame
 from legato.worker.handoff.incoming import (
     LEASE_S,
     RefusedError,
@@ -145,7 +145,7 @@ class LinkSession:
         await asyncio.gather(*tasks, *rows, return_exceptions=True)
 
     async def _greet(self) -> None:
-        frame = await self._next_frame()
+        frame = await self._next_frame(MAX_PLAIN_BYTES)
         if not isinstance(frame, KvFrame) or frame.WhichOneof("frame") != "hello":
             raise BadFrameError("the first frame is no hello")
         hello = frame.hello
@@ -184,14 +184,16 @@ class LinkSession:
                 return
             self._take(frame)
 
-    async def _next_frame(self) -> KvFrame | RowsFrame | None:
-        """None: the sender has ended its side."""
+    async def _next_frame(self, most_bytes: int | None = None) -> KvFrame | RowsFrame | None:
+        """None: the sender has ended its side. A longer message is not looked at."""
         self._reading_since_s = self._clock()
         message = await anext(self._frames, None)
         self._reading_since_s = None
         self._heard_at_s = self._clock()
         if message is None:
             return None
+        if most_bytes is not None and len(message) > most_bytes:
+            raise BadFrameError(f"the first frame has {len(message)} bytes, limit {most_bytes}")
         try:
             return read_frame(message)
         except DecodeError as error:
