@@ -21,6 +21,7 @@ from link_receiver import (
     FrameSeen,
     LinkReceiver,
 )
+from tcp_proxy import TcpProxy
 
 from legato.protos.kv_transfer_pb2 import KvReceipt
 from legato.protos.worker_pb2 import AttemptKey, KvTicket
@@ -537,6 +538,19 @@ async def test_silence_breaks_the_link_and_the_transfer_goes_on(small_chunks: in
         await rig.send(receiver, address, 5)
         check_landed(receiver, rig, 5)
         assert (receiver.num_streams, rig.counters.resumed) == (2, 1)
+
+
+async def test_rows_over_a_slow_path_come_once_over_one_connection() -> None:
+    """All at once they would keep gRPC's pings back for longer than gRPC waits for them."""
+    tokens = 3500
+    receiver = LinkReceiver(LAYERS, {5: tokens})
+    async with rig_of(receiver) as (rig, address), TcpProxy(address) as proxy:
+        proxy.bytes_per_s = 0.4e6
+        await rig.send(receiver, proxy.address, 5)
+        check_landed(receiver, rig, 5)
+        assert receiver.num_streams == 1
+        assert receiver.duplicates[5] == 0
+        assert rig.counters.bytes_sent == LAYERS * tokens * ROW_BYTES
 
 
 @pytest.mark.usefixtures("hurry")

@@ -155,6 +155,7 @@ class Link:
             if not self._unanswered:
                 self._answered_at_s = time.monotonic()
             self._unanswered.append(frame)
+            self._outgoing.sent(frame)
             await self._say(frame.message)
             frame.message = b""  # memory for the next one, which is in the caches still
             if frame.packed is not None:
@@ -254,7 +255,7 @@ class Link:
             raise LinkBrokenError(f"it answered frame {receipt.sequence} out of turn")
         frame = self._unanswered.popleft()
         self._answered_at_s = time.monotonic()
-        self._outgoing.free(frame)
+        self._outgoing.answered(frame)
         if frame.transfer.has_ended:
             return
         try:
