@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# What is on the way takes so long to arrive. gRPC's pings and the link's beats queue behind it: after
-# 2 s of silence the path is taken for dead. Processes that wait for a core are within it.
+# What is on the way takes so long to arrive. gRPC's pings and the link's beats queue behind it, and
+# after 2 s of silence the path is taken for dead. Processes that wait for a core are within it.
 TARGET_S = 0.5
 # Where nothing is known yet, and on the slowest of paths: at 100 kB/s, 1.3 s.
 LEAST_BYTES = 128 << 10
