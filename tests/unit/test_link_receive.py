@@ -649,6 +649,33 @@ async def test_beats_keep_a_quiet_link_and_silence_ends_it(
         rig.room.book.close(ticket)
 
 
+def test_a_stream_that_the_servers_end_cuts_off_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The event loop ends behind it, and would end it with a traceback."""
+
+    async def scene() -> None:
+        async with running_receiver() as rig:
+            ticket = rig.room.reserve(ticket_request(TOKENS))
+            message = rig.message(ticket)
+            link = await rig.greeted()
+            await link.ok(link.open_bytes(message, TOKENS))
+            rig.pager.go.clear()
+            await link.write(link.rows_bytes(message, PIECES[0], KV))
+            await rig.until(lambda: rig.pager.num_begun > 0)
+            await rig.server.stop(0)
+            ended = asyncio.create_task(rig.service.ended())
+            await asyncio.sleep(0.1)
+            assert not ended.done()
+            rig.pager.go.set()
+            await ended
+            assert ticket.state is TicketState.RESERVED
+            rig.room.book.close(ticket)
+
+    asyncio.run(scene())
+    assert caplog.records == []
+
+
 # The lease: a ticket whose prefill worker is gone.
 
 

@@ -150,13 +150,16 @@ class Transfer:
         self.stage = Stage.OVER
         self.fail(error)
 
+    @property
+    def lost_at_s(self) -> float | None:
+        """When it is given up, where nothing comes of it until then; None: its link is there."""
+        if not self._is_cut_off or self._waits_since_s is None:
+            return None
+        return self._waits_since_s + PATIENCE_S
+
     def is_lost(self, now_s: float) -> bool:
         """Its link broke, and for PATIENCE_S nothing has come of another one."""
-        return (
-            self._is_cut_off
-            and self._waits_since_s is not None
-            and now_s - self._waits_since_s >= PATIENCE_S
-        )
+        return self.lost_at_s is not None and now_s >= self.lost_at_s
 
     # What is to be sent.
 
