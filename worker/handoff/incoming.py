@@ -239,9 +239,16 @@ def row_range(header: KvRows) -> RowRange | None:
 
 
 async def is_damaged(header: KvRows, data: memoryview) -> bool:
-    """Whether the checksum is not that of the header and the rows; of those that go no further."""
+    """Whether the checksum is not that of the header and the rows; of those that go no further.
+    Cancelled, it returns when nobody reads `data` any more.
+    """
 
     def differs() -> bool:
         return crc32c(data, header_checksum(header)) != header.crc32c
 
-    return await asyncio.to_thread(differs)
+    checking = asyncio.ensure_future(asyncio.to_thread(differs))
+    try:
+        return await asyncio.shield(checking)
+    except asyncio.CancelledError:
+        await asyncio.wait((checking,))
+        raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from legato.protos.kv_transfer_pb2 import KvFrame, KvRows
 from legato.worker.handoff.frames import RowsPrefix, header_checksum
 from legato.worker.handoff.message_buffer import message_buffer
+from legato.worker.handoff.shared_memory import release
 from legato.worker.handoff.window import Window
 
 if TYPE_CHECKING:
@@ -125,12 +126,14 @@ class MemoryLane:
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
         """See `Lane.pack`."""
         slot = self._free.pop()
+        view = self._memory.slot(slot)[:num_bytes]
         try:
-            view = self._memory.slot(slot)[:num_bytes]
             crc = await fill(view, header_checksum(header))
         except BaseException:
             self._free.append(slot)
             raise
+        finally:
+            release(view)
         rows = KvRows()
         rows.CopyFrom(header)
         rows.crc32c, rows.slot = crc, slot

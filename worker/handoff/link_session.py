@@ -27,7 +27,7 @@ from legato.worker.handoff.incoming import (
     name_rows,
     row_range,
 )
-from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory
+from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory, release
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -128,9 +128,11 @@ class LinkSession:
             lease_s = self._heard_at_s + LEASE_S - self._clock()
             for transfer in self._live:
                 transfer.break_off("its stream has ended", lease_s)
-            await self._stop(tasks)
-            if self._memory is not None:
-                self._memory.close()
+            try:
+                await self._stop(tasks)
+            finally:
+                if self._memory is not None:
+                    self._memory.close()
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
         rows = [entry.task for entry in self._in_hand if entry is not None and entry.task]
@@ -246,6 +248,9 @@ class LinkSession:
         self._check_sequence(header.sequence)
         work = self._land(self._transfers.get(header.epoch), header, data)
         task = asyncio.get_running_loop().create_task(work)
+        if data is not None:
+            # Else whatever keeps an exception keeps the sender's memory, and its file, open.
+            task.add_done_callback(lambda _: release(data))
         num_bytes = len(data) if data is not None and header.WhichOneof("rows") is None else 0
         self._hold(header.sequence, num_bytes, task, None)
 
