@@ -270,6 +270,7 @@ class Rig:
     counters: TransferCounters
     channel: grpc.aio.Channel
     kv_wire: str
+    address: str
     server: grpc.aio.Server
     service: KvTransferService
     links: list[Link] = field(default_factory=list)
@@ -325,9 +326,10 @@ async def running_receiver(
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
+    address = f"127.0.0.1:{port}"
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     try:
-        yield Rig(room, pager, identity, counters, channel, kv_wire, server, service)
+        yield Rig(room, pager, identity, counters, channel, kv_wire, address, server, service)
     finally:
         pager.go.set()
         await channel.close()

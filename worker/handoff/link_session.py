@@ -28,6 +28,7 @@ from legato.worker.handoff.incoming import (
     row_range,
 )
 from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory, release
+from legato.worker.handoff.tickets import TicketState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,6 +42,10 @@ MAX_FRAMES_IN_HAND = 64
 MAX_BYTES_IN_HAND = 8 << 20  # of messages: rows in the sender's memory are none of this worker's
 BEAT_EVERY_S = 0.5
 MAX_SILENCE_S = 2.5
+# Frames in a row by which no row landed that was still to come, and nothing was committed. A sender
+# that hears its answers sends a window of them at most; for one that does not, gRPC may take tens
+# of thousands of answers before it makes this side wait.
+MAX_VAIN_FRAMES = 4096
 _MAX_REASON_CHARS = 500  # some of it may be what the sender sent
 
 
@@ -91,6 +96,7 @@ class LinkSession:
         self._transfers: dict[int, IncomingTransfer] = {}  # by epoch, up to their Close
         self._live: set[IncomingTransfer] = set()  # up to its answer
         self._next_sequence = 1
+        self._num_vain = 0
         self._clock = asyncio.get_running_loop().time
         self._heard_at_s = self._said_at_s = self._clock()
         self._reading_since_s: float | None = None  # since when the sender could have said more
@@ -260,6 +266,11 @@ class LinkSession:
                 f"sequence is {sequence}, {self._next_sequence} is next: frames are lost or doubled"
             )
         self._next_sequence += 1
+        self._num_vain += 1
+        if self._num_vain > MAX_VAIN_FRAMES:
+            raise SilenceError(
+                f"no answer is heard: {MAX_VAIN_FRAMES} frames in a row were in vain"
+            )
 
     def _hold(
         self,
@@ -298,7 +309,11 @@ class LinkSession:
         try:
             if transfer is None:
                 raise RefusedError(f"rows: no transfer of epoch {header.epoch} is open here")
-            return await transfer.land(header, data)
+            is_wanted = transfer.wants_rows
+            receipt = await transfer.land(header, data)
+            if is_wanted and receipt.status == KvReceipt.STATUS_OK:
+                self._num_vain = 0
+            return receipt
         except RefusedError as error:
             self._receiver.counters.chunks_refused += 1
             receipt = _refusal(header.epoch, header.attempt, error)
@@ -310,11 +325,14 @@ class LinkSession:
         try:
             if transfer is None:
                 raise RefusedError(f"close: no transfer of epoch {message.epoch} is open here")
+            was_landing = transfer.ticket.state is TicketState.LANDING
             receipt = transfer.close(message)
         except RefusedError as error:
             self._end(transfer, error)
             return _refusal(message.epoch, message.attempt, error)
         self._live.discard(transfer)
+        if message.commit and was_landing:
+            self._num_vain = 0
         return receipt
 
     def _end(self, transfer: IncomingTransfer | None, error: RefusedError) -> None:
