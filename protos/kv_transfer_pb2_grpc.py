@@ -65,7 +65,7 @@ class KvTransferServicer:
         How the receiver ends a stream: FAILED_PRECONDITION where the Hello does not fit, or the worker
         is no decode worker; INVALID_ARGUMENT where a message is no frame or too large, the first one is
         no Hello, or rows are in a slot and no memory was agreed upon; DATA_LOSS where a number is not
-        the next one, or Hello comes twice; UNAVAILABLE where nothing is heard, or 4096 frames in a row
+        the next one, or Hello comes twice; UNAVAILABLE where nothing is heard, or 1024 frames in a row
         brought nothing new, as of a sender that hears no answers; without a status of its own where no
         answer was taken for 2.5 s. What gRPC says itself: RESOURCE_EXHAUSTED of a message above 16 MiB,
         UNAVAILABLE or CANCELLED where the worker or the path ends. A sender takes FAILED_PRECONDITION,

@@ -44,8 +44,9 @@ BEAT_EVERY_S = 0.5
 MAX_SILENCE_S = 2.5
 # Frames in a row by which no row landed that was still to come, and nothing was committed. A sender
 # that hears its answers sends a window of them at most; for one that does not, gRPC may take tens
-# of thousands of answers before it makes this side wait.
-MAX_VAIN_FRAMES = 4096
+# of thousands of answers before it makes this side wait. As many short answers are less than what a
+# stream of HTTP/2 takes unread at least, 64 KiB: the status still gets through behind them.
+MAX_VAIN_FRAMES = 1024
 _MAX_REASON_CHARS = 500  # some of it may be what the sender sent
 
 
