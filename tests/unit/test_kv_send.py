@@ -145,6 +145,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BEAT_S", 0.1)
     monkeypatch.setattr(link, "SILENCE_S", 0.5)
     monkeypatch.setattr(transfer, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(transfer, "UNREACHABLE_PATIENCE_S", 0.4)
 
 
 @pytest.fixture
@@ -549,7 +550,7 @@ async def test_a_receiver_that_does_not_come_back_is_lost(how: str, small_chunks
     async with rig_of(receiver) as (rig, address):
         if how == "nobody":
             address = "127.0.0.1:1"
-        with pytest.raises(HandoffError, match="was lost") as caught:
+        with pytest.raises(HandoffError, match="is out of reach") as caught:
             async with asyncio.timeout(10):
                 await rig.send(receiver, address, 5)
         assert caught.value.decode_lost
@@ -566,7 +567,7 @@ async def test_a_receiver_that_lives_but_answers_nothing_is_lost(
     receiver.fault = lambda seen: "hold" if seen.kind == "open" else None
     async with rig_of(receiver) as (rig, address):
         monkeypatch.setattr(link, "SILENCE_S", 30.0)
-        with pytest.raises(HandoffError, match="was lost"):
+        with pytest.raises(HandoffError, match="is out of reach"):
             async with asyncio.timeout(10):
                 await rig.send(receiver, address, 5)
 
