@@ -1,4 +1,4 @@
-"""kv_fit: in what two workers may differ whose KV fits together: one rule for router and workers."""
+"""kv_fit: in what workers may differ whose KV fits together: one rule for router and workers."""
 
 from __future__ import annotations
 
