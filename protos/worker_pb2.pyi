@@ -709,6 +709,7 @@ class WorkerIdentity(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_WIRE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     model_fingerprint: _builtins.str
@@ -722,8 +723,11 @@ class WorkerIdentity(_message.Message):
     protocol_version: _builtins.int
     weights: _builtins.str
     """What the matrices are held in: "float32", "int8+float32", "keep+bfloat16", … Workers that
-    differ compute different KV for the same text.
+    differ compute different KV for the same text: the pools may only be float32, bfloat16 or float16
+    apart, where `kv_wire` is not "same".
     """
+    kv_wire: _builtins.str
+    """What KV is sent as, the same for all workers: see KvHello.kv_wire."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -742,10 +746,11 @@ class WorkerIdentity(_message.Message):
         host: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         weights: _builtins.str = ...,
+        kv_wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "host", b"host", "kv_layout", b"kv_layout", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "host", b"host", "kv_layout", b"kv_layout", "kv_wire", b"kv_wire", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

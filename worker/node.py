@@ -190,7 +190,14 @@ class WorkerNode:
             server
         )
         worker_pb2_grpc.add_WorkerControlServicer_to_server(
-            ControlService(self.identity, self.lifecycle, self.load, begin_drain), server
+            ControlService(
+                self.identity,
+                self.lifecycle,
+                self.load,
+                begin_drain,
+                kv_wire=self.pager.wire.name,
+            ),
+            server,
         )
 
 

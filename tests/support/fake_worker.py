@@ -136,7 +136,7 @@ class FakeWorker(
         self.prefill_s, self.handoff_s, self.step_s = prefill_s, handoff_s, step_s
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
-        self.weights = "float32"
+        self.weights, self.kv_dtype, self.kv_wire = "float32", "float32", "same"
         self.protocol_version = 3
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
@@ -461,13 +461,14 @@ class FakeWorker(
             role=ROLE_NUMBERS[self.role],
             model_fingerprint=self.fingerprint,
             weights=self.weights,
+            kv_wire=self.kv_wire,
             dtype=self.dtype,
             kv_layout=worker_pb2.KvLayout(
                 num_layers=2,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=4,
                 block_size=self.block_size,
-                dtype="f32",
+                dtype=self.kv_dtype,
             ),
             total_blocks=self.total_blocks,
             context_length=512,
