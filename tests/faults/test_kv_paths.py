@@ -93,13 +93,15 @@ async def test_a_prefill_worker_that_is_cut_off_is_the_one_to_blame(how: str) ->
 
 
 async def test_a_ticket_that_lapses_is_not_the_decode_workers_failure(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where it notices before the sender does that no KV comes any more."""
-    monkeypatch.setattr(incoming, "LEASE_S", 0.2)
+    for module in (incoming, link_session):
+        monkeypatch.setattr(module, "LEASE_S", 0.2)
     monkeypatch.setattr(link_session, "MAX_SILENCE_S", 0.5)
     monkeypatch.setattr(link, "SILENCE_S", 10.0)
     monkeypatch.setattr(transfer, "PATIENCE_S", 10.0)
+    caplog.set_level("INFO", "legato.cluster.request_life")
     async with TableScene(decodes=2) as scene:
         stream = await scene.bring(State.AMID_ROWS)
         cut_off = scene.at_work("decode")
@@ -107,6 +109,7 @@ async def test_a_ticket_that_lapses_is_not_the_decode_workers_failure(
         scene.release(but=cut_off)
         timings = await stream.exact()
         assert (timings.attempts, timings.retargets) == (2, 1)
+        assert "no KV came for 0.2 s" in caplog.text
         assert scene.router.pool.paths.closed() == {
             (scene.prefills[0].server.worker_id, cut_off.server.worker_id)
         }

@@ -41,6 +41,8 @@ SILENCE_S = 2.5
 # The receiver lives, but does not get on with what was sent.
 ANSWER_TIMEOUT_S = 5.0
 IDLE_S = 30.0
+# A connection that is refused is so by then; one that is silent, or slow, ends later.
+REFUSAL_S = 0.5
 # The receiver has understood and does not want: it would not another time either.
 _FINAL_CODES = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -90,6 +92,7 @@ class Link:
         self._outgoing = Outgoing(parts.pager)
         self._unanswered: deque[Frame] = deque()
         now_s = time.monotonic()
+        self._begun_at_s = now_s
         self._heard_at_s = self._said_at_s = self._answered_at_s = self._used_at_s = now_s
 
     async def carry(self, transfer: Transfer) -> None:
@@ -195,10 +198,11 @@ class Link:
         if code in _FINAL_CODES:
             text = f"decode worker at {self.address}: {text}"
             return HandoffError(text, decode_lost=True, refused=True)
-        if code is grpc.StatusCode.UNAVAILABLE and not self.is_welcome.is_set():
-            _check_own_sockets()
-            return LinkBrokenError(text, unreachable=True)
-        return LinkBrokenError(text)
+        if code is not grpc.StatusCode.UNAVAILABLE or self.is_welcome.is_set():
+            return LinkBrokenError(text)
+        _check_own_sockets()
+        lived_s = time.monotonic() - self._begun_at_s
+        return LinkBrokenError(text, unreachable=lived_s < REFUSAL_S)
 
     async def _converse(self) -> None:
         await self._say(KvFrame(hello=self._hello()).SerializeToString())

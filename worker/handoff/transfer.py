@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_SENDS_PER_CHUNK = 4
 # A receiver that was lost may come back for so long; then the KV goes to another one.
 PATIENCE_S = 5.0
-# One to which there never was a connection, for they are refused at once. The router notices within
+# One to which there never was a connection, for each is refused at once. The router notices within
 # that time where the reason is that the receiver is dead.
 UNREACHABLE_PATIENCE_S = 2.0
 
@@ -89,7 +89,7 @@ class Transfer:
         self._again: deque[Piece] = deque()
         self._num_unanswered = 0  # pieces
         self._is_cut_off = False  # the link broke, and nothing has landed since
-        self._is_unreachable = False  # there has never been a link
+        self._is_refused_only = True  # each link so far ended before there was a connection
         self._waits_since_s: float | None = None  # for the receiver
 
     @property
@@ -159,13 +159,13 @@ class Transfer:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         self._is_cut_off = True
-        self._is_unreachable = unreachable and not self.was_open
+        self._is_refused_only = self._is_refused_only and unreachable
         self.stage = Stage.OVER
         self.fail(error)
 
     def is_lost(self, now_s: float) -> bool:
         """Its link broke, and for as long as it is patient nothing has come of another one."""
-        patience_s = UNREACHABLE_PATIENCE_S if self._is_unreachable else PATIENCE_S
+        patience_s = UNREACHABLE_PATIENCE_S if self._is_refused_only else PATIENCE_S
         return (
             self._is_cut_off
             and self._waits_since_s is not None
