@@ -604,17 +604,13 @@ async def test_a_worker_that_can_make_no_socket_says_so(
     receiver = LinkReceiver(LAYERS, {5: 40})
     async with rig_of(receiver, memory=memory) as (rig, _):
         monkeypatch.setattr(link.socket, "socket", no_socket)
-        with pytest.raises(
-            HandoffError, match=r"can open no link: .*Too many open"
-        ) as caught:
+        with pytest.raises(HandoffError, match=r"can open no link: .*Too many open") as caught:
             await rig.sender.send(rig.complete(5, 40), ticket(5), "127.0.0.1:1")
         assert not caught.value.decode_lost
         await until(lambda: not rig.sender._links._links)
         monkeypatch.undo()
         monkeypatch.setattr(rig.sender._links, "to", no_socket)
-        with pytest.raises(
-            HandoffError, match=r"can open no link: .*Too many open"
-        ) as caught:
+        with pytest.raises(HandoffError, match=r"can open no link: .*Too many open") as caught:
             await rig.send(receiver, "127.0.0.1:1", 5)
         assert not caught.value.decode_lost
 
