@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from legato.cluster.cancellation import check_cancellation, own_cancellation
+from legato.cluster.kv_paths import KvPaths
 from legato.cluster.request import ModelLimits
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.kv_fit import fits
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -95,6 +97,7 @@ class PoolView:
         self._silence_s = worker_silence_s
         self._on_change = on_change
         self._now = now
+        self.paths = KvPaths(now)
         self._views: dict[str, WorkerView] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -226,7 +229,8 @@ class PoolView:
                     self._accept(view, report)
                 reason = "its load reports ended"
             except grpc.aio.AioRpcError as error:
-                reason = f"its load reports broke: {error.code().name} {error.details()}"
+                details = printable(error.details() or "")
+                reason = f"its load reports broke: {error.code().name} {details}"
             except asyncio.CancelledError:
                 if own_cancellation():
                     raise

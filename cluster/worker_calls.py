@@ -11,7 +11,9 @@ import grpc
 from legato.cluster.cancellation import check_cancellation, own_cancellation
 from legato.cluster.errors import RequestError
 from legato.protos import common_pb2, worker_pb2
+from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Mapping
@@ -29,6 +31,7 @@ class AttemptEndedError(Exception):
     def __init__(self, view: WorkerView, reason: str) -> None:
         super().__init__(f"{view.endpoint.role} worker {view.worker_id}: {reason}")
         self.view = view
+        self.reason = reason
 
 
 class NoRoomError(AttemptEndedError):
@@ -41,6 +44,30 @@ class RefusedError(AttemptEndedError):
 
 class KvGoneError(AttemptEndedError):
     """The prefill worker did not keep the KV of an attempt whose decode worker was lost."""
+
+
+class KvLapsedError(AttemptEndedError):
+    """The decode worker says that the KV stopped coming, and is well itself."""
+
+
+class PathFailedError(AttemptEndedError):
+    """KV did not get from a prefill to a decode worker while the router hears both: which of them
+    is to blame, if any, cannot be told from one such failure.
+    """
+
+    def __init__(
+        self, prefill: WorkerView, decode: WorkerView, reason: str, *, refused: bool
+    ) -> None:
+        """`refused`: the decode worker was reached, and its answer was no."""
+        did = "refuses KV" if refused else "gets no KV"
+        super().__init__(decode, f"{did} from prefill worker {prefill.worker_id}: {reason}")
+        self.prefill = prefill
+        self.refused = refused
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """As the policies name it."""
+        return self.prefill.worker_id, self.view.worker_id
 
 
 class WorkerFailedError(AttemptEndedError):
@@ -67,17 +94,20 @@ def _meaning(
     details: str | None,
     trailers: Iterable[tuple[str, str | bytes]],
 ) -> Exception:
-    if NEVER_RETRY in tuple(trailers):
-        return RequestError(code, details or code.name)
+    text, trailers = printable(details or ""), tuple(trailers)
+    if NEVER_RETRY in trailers:
+        return RequestError(code, text or code.name)
+    if KV_LAPSED in trailers:
+        return KvLapsedError(view, text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return NoRoomError(view, details or code.name)
+        return NoRoomError(view, text or code.name)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return RefusedError(view, details or code.name)
+        return RefusedError(view, text or code.name)
     if code in _FAILED:
-        return WorkerFailedError(view, f"{code.name} {details}")
+        return WorkerFailedError(view, f"{code.name} {text}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(code, "the request's deadline passed while a worker served it")
-    return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {details}")
+    return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {text}")
 
 
 class _Call:

@@ -111,7 +111,7 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 @_typing.final
 class PrefillCommand(_message.Message):
     """What the router says in a Prefill call: Request first, later Retarget where the decode worker was
-    lost before it had the KV.
+    lost before it had the KV, or is out of reach from here.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -297,21 +297,27 @@ class HandoffFailed(_message.Message):
     DECODE_LOST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     NUM_RETARGETS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     decode_lost: _builtins.bool
-    """True where the decode side refused or was lost; false where this worker failed."""
+    """True where the KV may get to another decode worker: this one cannot be reached from here, which
+    says nothing of either worker, or has refused. False where this worker failed.
+    """
     reason: _builtins.str
     num_retargets: _builtins.int
     """As in HandoffDone."""
+    refused: _builtins.bool
+    """With `decode_lost`: it was reached, and its answer was no."""
     def __init__(
         self,
         *,
         decode_lost: _builtins.bool = ...,
         reason: _builtins.str = ...,
         num_retargets: _builtins.int = ...,
+        refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_lost", b"decode_lost", "num_retargets", b"num_retargets", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_lost", b"decode_lost", "num_retargets", b"num_retargets", "reason", b"reason", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
