@@ -58,8 +58,18 @@ class KvTransferServicer:
         earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
         heard, the ticket is void and its Decode call ends with UNAVAILABLE.
 
-        A Hello that does not fit ends the stream with FAILED_PRECONDITION, what is no frame or out of
-        turn with INVALID_ARGUMENT, silence with UNAVAILABLE.
+        A frame without `rows.data`, and what a frame has besides it, is at most 64 KiB; so is an answer.
+        Of Rows whose answer is not there yet a sender sends a few; it goes on sending only as it hears
+        answers.
+
+        How the receiver ends a stream: FAILED_PRECONDITION where the Hello does not fit, or the worker
+        is no decode worker; INVALID_ARGUMENT where a message is no frame or too large, the first one is
+        no Hello, or rows are in a slot and no memory was agreed upon; DATA_LOSS where a number is not
+        the next one, or Hello comes twice; UNAVAILABLE where nothing is heard, or 4096 frames in a row
+        brought nothing new, as of a sender that hears no answers; without a status of its own where no
+        answer was taken for 2.5 s. What gRPC says itself: RESOURCE_EXHAUSTED of a message above 16 MiB,
+        UNAVAILABLE or CANCELLED where the worker or the path ends. A sender takes FAILED_PRECONDITION,
+        PERMISSION_DENIED, UNAUTHENTICATED and UNIMPLEMENTED as final, and any other as a broken stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

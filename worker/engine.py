@@ -87,7 +87,7 @@ class Engine:
         mover: KvMover | None = None,
     ) -> None:
         """`overlap`: start a step before the tokens of the last are read; None: on CUDA. `mover`:
-        of a decode worker.
+        of a decode worker. Raises OSError where a prefill worker can open no more files.
         """
         self._runner = ModelRunner(model, cache, device, max_batch_size)
         self._scheduler = scheduler
@@ -99,6 +99,8 @@ class Engine:
         self._commands = CommandQueue()
         self._stats = EngineStats()  # guarded by the queue's condition
         self._layers = LayerSignal(cache.shape, device, loop)
+        if counts_prompt_tokens:  # in prefill, whose rows are waited for
+            self._layers.open()
         # Of the engine thread:
         self._outbox = Outbox(loop)
         self._steps = 0

@@ -25,7 +25,8 @@ _READ_BYTES = 1 << 20
 
 class LayerSignal:
     """A forward pass runs in C, or on a device's queue, and cannot call the event loop: it writes
-    a number to memory and a byte to a pipe. The pipe is there once anybody waits for rows.
+    a number to memory and a byte to a pipe. The pipe is there from `open` on: where a worker has
+    no file left to open, requests under way must not be what finds out.
     """
 
     def __init__(
@@ -39,13 +40,17 @@ class LayerSignal:
 
     # Called on the event loop.
 
+    def open(self) -> None:
+        """Once, before the first `add`. Raises OSError."""
+        assert self._pipe is None, "opened twice"
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._loop.add_reader(self._pipe[0], self._on_wake)
+
     def add(self, progress: KvProgress) -> None:
         """It is told from now on, before its sequence's first step."""
-        if self._pipe is None:
-            self._pipe = os.pipe()
-            for end in self._pipe:
-                os.set_blocking(end, False)
-            self._loop.add_reader(self._pipe[0], self._on_wake)
+        assert self._pipe is not None, "not open"
         self._listeners.add(progress)
 
     def discard(self, progress: KvProgress) -> None:

@@ -163,8 +163,12 @@ class WorkerNode:
             None if self.host_pool is None else self.host_pool.usage(),
         )
 
-    def add_services(self, server: grpc.aio.Server, begin_drain: Callable[[], None]) -> None:
-        """Registers all four; one that the role does not serve says so."""
+    def add_services(
+        self, server: grpc.aio.Server, begin_drain: Callable[[], None]
+    ) -> KvTransferService:
+        """Registers all four; one that the role does not serve says so. Returns the one whose
+        streams are to be waited for at the end.
+        """
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(
             PrefillService(
                 self.identity,
@@ -186,9 +190,8 @@ class WorkerNode:
             server,
         )
         receiver = KvReceiver(self.identity, self.tickets, self.pager, self.transfers)
-        KvTransferService(self.identity.role, receiver, shared_memory=self.shared_memory).add_to(
-            server
-        )
+        links = KvTransferService(self.identity.role, receiver, shared_memory=self.shared_memory)
+        links.add_to(server)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(
             ControlService(
                 self.identity,
@@ -199,6 +202,7 @@ class WorkerNode:
             ),
             server,
         )
+        return links
 
 
 def _context_length(config: WorkerConfig, model_limit: int) -> int:

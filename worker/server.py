@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from legato.worker.config import WorkerConfig
     from legato.worker.engine import SampleFunction
     from legato.worker.loading import LoadedModel
+    from legato.worker.services.kv_transfer import KvTransferService
 
 _log = logging.getLogger(__name__)
 EXIT_ENGINE_FAILED = 70
@@ -84,6 +85,7 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         self._node: WorkerNode | None = None
         self._server: grpc.aio.Server | None = None
+        self._links: KvTransferService | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -133,7 +135,7 @@ class WorkerServer:
             on_failure=self._on_engine_failure,
         )
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
-        node.add_services(server, self._begin_drain)
+        self._links = node.add_services(server, self._begin_drain)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         try:
@@ -168,6 +170,8 @@ class WorkerServer:
         self._begin_drain()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.stop(grace_s)
+        assert self._links is not None, "there as long as the server is"
+        await self._links.ended()
         self._lifecycle.move_to(Phase.DEAD)
         for task in self._tasks:
             task.cancel()

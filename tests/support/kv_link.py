@@ -248,7 +248,12 @@ class FakePager:
                     self.pages[layers, :, slot, heads] = part[:, :, place]
 
         self.num_begun += 1
-        await asyncio.get_running_loop().run_in_executor(self._executor, move)
+        moving = asyncio.get_running_loop().run_in_executor(self._executor, move)
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:  # one that has begun is waited for, as KvPager does
+            await asyncio.wait((moving,))
+            raise
 
     def rows_of(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
         slots = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(num_tokens)]
@@ -265,6 +270,9 @@ class Rig:
     counters: TransferCounters
     channel: grpc.aio.Channel
     kv_wire: str
+    address: str
+    server: grpc.aio.Server
+    service: KvTransferService
     links: list[Link] = field(default_factory=list)
 
     def link(self) -> Link:
@@ -314,12 +322,14 @@ async def running_receiver(
     pager.wire.name = kv_wire
     receiver = KvReceiver(identity, room.book, pager, counters)  # type: ignore[arg-type]  # a fake
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
-    KvTransferService(identity.role, receiver, shared_memory=shared_memory).add_to(server)
+    service = KvTransferService(identity.role, receiver, shared_memory=shared_memory)
+    service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
+    address = f"127.0.0.1:{port}"
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     try:
-        yield Rig(room, pager, identity, counters, channel, kv_wire)
+        yield Rig(room, pager, identity, counters, channel, kv_wire, address, server, service)
     finally:
         pager.go.set()
         await channel.close()

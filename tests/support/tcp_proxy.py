@@ -18,6 +18,7 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address = ""
+        self.bytes_per_s: float | None = None  # each way
 
     async def __aenter__(self) -> TcpProxy:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
@@ -67,6 +68,8 @@ class TcpProxy:
         with suppress(OSError):
             while data := await source.read(1 << 16):
                 await self._going.wait()
+                if self.bytes_per_s is not None:
+                    await asyncio.sleep(len(data) / self.bytes_per_s)
                 sink.write(data)
                 await sink.drain()
         sink.transport.abort()

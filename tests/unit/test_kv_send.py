@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -22,11 +23,14 @@ from link_receiver import (
     FrameSeen,
     LinkReceiver,
 )
+from tcp_proxy import TcpProxy
 
 from legato.protos.kv_transfer_pb2 import KvReceipt
 from legato.protos.worker_pb2 import AttemptKey, KvTicket
-from legato.worker.handoff import lanes, link, outgoing, transfer
+from legato.worker.handoff import lanes, link, links, outgoing, transfer
+from legato.worker.handoff.retries import Retries
 from legato.worker.handoff.sender import HandoffResult, KvSender
+from legato.worker.handoff.shared_memory import MemoryRefusedError
 from legato.worker.handoff.transfer import HandoffError
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
@@ -542,6 +546,19 @@ async def test_silence_breaks_the_link_and_the_transfer_goes_on(small_chunks: in
         assert (receiver.num_streams, rig.counters.resumed) == (2, 1)
 
 
+async def test_rows_over_a_slow_path_come_once_over_one_connection() -> None:
+    """All at once they would keep gRPC's pings back for longer than gRPC waits for them."""
+    tokens = 3500
+    receiver = LinkReceiver(LAYERS, {5: tokens})
+    async with rig_of(receiver) as (rig, address), TcpProxy(address) as proxy:
+        proxy.bytes_per_s = 0.4e6
+        await rig.send(receiver, proxy.address, 5)
+        check_landed(receiver, rig, 5)
+        assert receiver.num_streams == 1
+        assert receiver.duplicates[5] == 0
+        assert rig.counters.bytes_sent == LAYERS * tokens * ROW_BYTES
+
+
 @pytest.mark.usefixtures("hurry")
 @pytest.mark.parametrize("how", ["mute", "cut", "nobody"])
 async def test_a_receiver_that_does_not_come_back_is_lost(how: str, small_chunks: int) -> None:
@@ -624,6 +641,114 @@ async def test_what_the_receiver_says_is_told_as_one_clean_line() -> None:
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 600
         assert (caught.value.decode_lost, caught.value.refused) == (True, True)
+
+
+@MEMORY
+async def test_a_link_that_breaks_again_and_again_is_tried_less_and_less(
+    memory: bool, small_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PATIENCE_S", 2.0)
+    opened_at_s: list[float] = []
+    receiver = LinkReceiver(LAYERS, {5: 40, 6: 40})
+
+    def fault(seen: FrameSeen) -> str | None:
+        if seen.kind == "open":
+            opened_at_s.append(time.monotonic())
+        return "cut" if seen.kind == "rows" else None
+
+    receiver.fault = fault
+    async with rig_of(receiver, memory=memory) as (rig, address):
+        started_at_s = time.monotonic()
+        results = await asyncio.gather(
+            *(rig.send(receiver, address, epoch) for epoch in (5, 6)), return_exceptions=True
+        )
+        assert all("is out of reach" in str(error) for error in results)
+        assert time.monotonic() - started_at_s < 2.0 + 1.0
+        # 0, 0.05, 0.15, 0.35, 0.75, 1.55 s, and not at 2.55
+        assert 4 <= receiver.num_streams <= 6
+        streams: dict[int, float] = {}
+        for seen, at_s in zip(
+            (seen for seen in receiver.seen if seen.kind == "open"), opened_at_s, strict=True
+        ):
+            streams.setdefault(seen.stream, at_s)
+        pauses_s = [after - before for before, after in pairwise(streams.values())]
+        for pause_s, least_s in zip(pauses_s, (0.05, 0.1, 0.2, 0.4, 0.8), strict=False):
+            assert pause_s >= least_s
+        assert len(rig.memories) == memory  # the first one's served all
+
+
+async def test_rows_that_land_make_the_next_try_soon_again() -> None:
+    retries = Retries(None)
+    now_s = 100.0
+    assert retries.wait_s(now_s) == 0
+    waits_s = []
+    for _ in range(7):
+        retries.broke(now_s, moved_rows=False)
+        waits_s.append(round(retries.wait_s(now_s), 6))
+        now_s += 10
+    assert waits_s == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    retries.broke(now_s, moved_rows=True)
+    assert round(retries.wait_s(now_s), 6) == 0.05
+    assert retries.wait_s(now_s + 1) == 0
+
+
+async def test_what_is_the_same_at_every_try_is_logged_once(
+    small_chunks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PATIENCE_S", 1.0)
+    caplog.set_level("INFO", "legato")
+    receiver = LinkReceiver(LAYERS, {5: 40})
+    receiver.fault = lambda seen: "cut" if seen.kind == "rows" else None
+    async with rig_of(receiver, memory=True) as (rig, address):
+        receiver.shared_memory = False
+        with pytest.raises(HandoffError, match="is out of reach"):
+            await rig.send(receiver, address, 5)
+        assert receiver.num_streams > 2
+        assert [hello.HasField("memory") for hello in receiver.hellos[:3]] == [True, False, False]
+        (record,) = caplog.records
+        why = "KV to {} goes by gRPC, not by shared memory: the receiver gives no reason"
+        assert record.getMessage() == why.format(address)
+
+
+async def test_memory_that_cannot_be_had_is_logged_once(
+    small_chunks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: int) -> ArrayMemory:
+        raise MemoryRefusedError("memfd_create: Too many open files")
+
+    monkeypatch.setattr(transfer, "PATIENCE_S", 1.0)
+    receiver = LinkReceiver(LAYERS, {5: 40})
+    receiver.fault = lambda seen: "cut" if seen.kind == "rows" and seen.stream < 4 else None
+    async with rig_of(receiver, memory=True) as (rig, address):
+        monkeypatch.setattr("link_receiver.ArrayMemory.__init__", no_memory)
+        await rig.send(receiver, address, 5)
+        check_landed(receiver, rig, 5)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "Too many open files" in caplog.text
+
+
+async def test_memory_of_a_broken_link_goes_where_nobody_comes_back(
+    small_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "RETRIES_KEPT_S", 0.2)
+    receiver = LinkReceiver(LAYERS, {5: 40})
+    receiver.fault = lambda seen: "cut" if seen.kind == "commit" and seen.stream == 1 else None
+    async with rig_of(receiver, memory=True) as (rig, address):
+        await rig.send(receiver, address, 5)
+        assert len(rig.memories) == 1  # the second link has it
+        await asyncio.sleep(0.4)
+        assert not rig.memories[0].is_closed
+        receiver.num_tokens[6] = 40
+        receiver.fault = lambda seen: "refuse" if seen.epoch == 6 else None
+        with pytest.raises(HandoffError, match="refused"):
+            await rig.send(receiver, address, 6)
+        receiver.num_tokens[7] = 40
+        receiver.fault = lambda seen: "cut" if seen.epoch == 7 else None
+        sending = asyncio.create_task(rig.send(receiver, address, 7))
+        await until(lambda: receiver.num_streams == 3)
+        sending.cancel()
+        await asyncio.wait([sending])
+        await until(lambda: rig.memories[0].is_closed)
 
 
 @pytest.mark.usefixtures("hurry")

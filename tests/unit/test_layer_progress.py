@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from contextlib import asynccontextmanager
@@ -352,11 +353,25 @@ async def test_without_a_reader_nothing_is_added(monkeypatch: pytest.MonkeyPatch
     async with running(build(make_model("llama"))) as bench:
         bench.engine.start()
         await first_token(bench.submit_with(random_tokens(50), None))
-        assert bench.engine._layers._pipe is None
         # A single token is a captured pass, as in decode: told of at its end alone.
         progress, mailbox = bench.submit([3])
         await first_token(mailbox)
         assert [progress.available(layer) for layer in range(3)] == [1, 1, 1]
+
+
+async def test_a_worker_that_can_open_no_more_files_still_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with running(build(make_model("llama"))) as bench:
+        monkeypatch.setattr(os, "pipe", full)
+        bench.engine.start()
+        progress, _ = bench.submit(random_tokens(20))
+        read = await asyncio.wait_for(bench.read(progress, lambda: None), 20)
+        for layer, rows in enumerate(read):
+            assert torch.equal(rows, bench.rows(progress, layer, 0, 20))
 
 
 @pytest.mark.usefixtures("every_layer")
@@ -401,6 +416,7 @@ async def test_cached_rows_wait_for_the_step_under_way_that_may_write_them() -> 
     """On a device a block can be found while the step that fills it is still on its way."""
     shape = KvShape(2, 8, 1024, BLOCK_SIZE, torch.float32)  # every layer is told of
     signal = LayerSignal(shape, CPU, asyncio.get_running_loop())
+    signal.open()
     pool = BlockPool(NUM_BLOCKS)
     first, second = started(pool, 32, 0), started(pool, 40, 32)
     assert first.progress is not None

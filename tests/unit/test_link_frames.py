@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.protos.kv_transfer_pb2 import KvBeat, KvFrame, KvHello, KvRows
-from legato.worker.handoff.frames import RowsFrame, RowsPrefix, header_checksum, read_frame
+from legato.worker.handoff import frames
+from legato.worker.handoff.frames import (
+    MAX_PLAIN_BYTES,
+    RowsFrame,
+    RowsPrefix,
+    header_checksum,
+    read_frame,
+)
 
 HEADER = KvRows(
     sequence=77,
@@ -85,6 +92,78 @@ def test_fields_behind_the_rows() -> None:
     assert (frame.data, frame.header.epoch) == (b"abc", 9)
     switched = first + KvFrame(beat=KvBeat()).SerializeToString()
     assert read_frame(switched) == KvFrame(beat=KvBeat())
+
+
+def field(number: int, content: bytes) -> bytes:
+    """Of wire type 2, whatever its length."""
+    size = len(content)
+    length = bytearray()
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return bytes([number << 3 | 2, *length, size]) + content
+
+
+BIG = 4 << 20
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        field(3, b"\x08\x01" * (BIG // 2)),
+        field(3, (b"\x08" + b"\xff" * 9 + b"\x01") * (BIG // 11)),
+        field(3, b"\xf8\x01\x01" * (BIG // 3)),  # fields that are not known
+        field(3, b"\x52\x01a" * (BIG // 3)),  # data, again and again
+        field(3, field(10, b"y" * BIG) + b"\x08\x01" * (BIG // 2)),  # many behind the data
+        field(3, field(7, b"y" * BIG) + field(10, b"abc")),
+        b"\x1a\x00" * (BIG // 2),  # rows, again and again
+        message_of(HEADER, b"y" * BIG, 1) + field(1, b""),
+        field(1, b"\x22\x00" * (BIG // 2)),  # hello
+        field(2, field(1, b"\x22\x00" * (BIG // 2))),  # open
+        b"\x2a\x00" * (BIG // 2),  # beats
+    ],
+    ids=range(11),
+)
+def test_large_messages_that_are_no_rows_are_hardly_looked_at(
+    message: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library takes tens of milliseconds for them, and each step of Python counts."""
+
+    class Library:
+        @staticmethod
+        def FromString(_: bytes) -> object:  # noqa: N802  # the library's name
+            raise AssertionError("the library was asked")
+
+    reads = 0
+    read_varint = frames._read_varint
+
+    def counted(message: bytes, at: int) -> tuple[int, int]:
+        nonlocal reads
+        reads += 1
+        return read_varint(message, at)
+
+    for name in ("KvFrame", "KvRows"):
+        monkeypatch.setattr(frames, name, Library)
+    monkeypatch.setattr(frames, "_read_varint", counted)
+    with pytest.raises(DecodeError, match=f"{MAX_PLAIN_BYTES}"):
+        read_frame(message)
+    assert reads <= 100
+
+
+def test_small_messages_of_many_fields_are_the_library_s() -> None:
+    body = KvRows(epoch=5).SerializeToString() + b"\x10\x01" * 500 + field(10, b"abc")
+    frame = read_frame(field(3, body))
+    assert isinstance(frame, RowsFrame)
+    assert (frame.data, frame.header) == (b"abc", KvRows(epoch=5, attempt=1))
+
+
+def test_fields_behind_large_rows() -> None:
+    body = (
+        KvRows(crc32c=1, data=b"y" * BIG).SerializeToString() + KvRows(epoch=9).SerializeToString()
+    )
+    frame = read_frame(field(3, body))
+    assert isinstance(frame, RowsFrame)
+    assert (len(frame.data), frame.header) == (BIG, KvRows(crc32c=1, epoch=9))
 
 
 @given(st.integers(0, 400), st.lists(st.tuples(st.integers(0, 399), st.integers(0, 255))))

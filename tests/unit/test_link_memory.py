@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from kv_link import (
     LAYERS,
+    REFUSED,
     RESEND,
     Rows,
     content,
@@ -143,27 +144,68 @@ async def test_memory_that_is_refused_leaves_the_other_way() -> None:
                 rig.room.book.close(ticket)
 
 
-async def test_links_leave_no_memory_open() -> None:
+@pytest.mark.parametrize("end", ["good", "damaged", "refused", "unknown", "closed", "cancelled"])
+async def test_the_end_of_a_stream_closes_its_memory(end: str) -> None:
+    """At once: what an exception or a task holds is found by the collector at some time."""
     async with running_receiver() as rig:
-        mapped = num_mapped()
-        for _ in range(5):
-            with slots() as memory:
-                ticket = rig.room.reserve(ticket_request(TOKENS))
-                message = rig.message(ticket)
-                link = await memory_link(rig, memory)
-                await link.ok(link.open_bytes(message, TOKENS))
-                rig.pager.go.clear()
-                slot = (0, memory.slot(0))
-                await link.write(link.rows_bytes(message, PIECES[0], KV, slot=slot))
-                await rig.until(lambda: rig.pager.num_begun > 0)
-                await link.cut()
-                rig.pager.go.set()
-                rig.pager.num_begun = 0
-                await rig.until(lambda ticket=ticket: ticket.state is TicketState.RESERVED)
-                rig.room.book.close(ticket)
-                del slot
-        gc.collect()
-        await rig.until(lambda: num_mapped() == mapped)
+        mapped, files = num_mapped(), num_files()
+        gc.disable()
+        try:
+            for _ in range(3):
+                with slots() as memory:
+                    ticket = rig.room.reserve(ticket_request(TOKENS))
+                    message = rig.message(ticket)
+                    link = await memory_link(rig, memory)
+                    await link.ok(link.open_bytes(message, TOKENS))
+                    slot = (0, memory.slot(0))
+                    match end:
+                        case "good":
+                            await link.ok(link.rows_bytes(message, PIECES[0], KV, slot=slot))
+                        case "damaged":
+                            frame = link.rows_bytes(
+                                message, PIECES[0], KV, slot=slot, wrong_crc=True
+                            )
+                            assert (await link.ask(frame)).status == RESEND
+                        case "refused":
+                            outside = {"token_start": TOKENS}
+                            frame = link.rows_bytes(
+                                message, PIECES[0], KV, slot=slot, before=outside
+                            )
+                            assert (await link.ask(frame)).status == REFUSED
+                        case "unknown":
+                            frame = link.rows_bytes(
+                                message, PIECES[0], KV, slot=slot, before={"epoch": 99}
+                            )
+                            assert (await link.ask(frame)).status == REFUSED
+                        case "closed" | "cancelled":
+                            rig.pager.go.clear()
+                            for _ in range(3):  # of which one has begun
+                                await link.write(link.rows_bytes(message, PIECES[0], KV, slot=slot))
+                            await rig.until(lambda: rig.pager.num_begun > 0)
+                            if end == "closed":
+                                rig.room.book.close(ticket)
+                                rig.pager.go.set()
+                                assert (await link.receipt()).status == REFUSED
+                    await link.cut()
+                    rig.pager.go.set()
+                    rig.pager.num_begun = 0
+                    await rig.until(lambda ticket=ticket: ticket.state is not TicketState.LANDING)
+                    if end != "closed":
+                        rig.room.book.close(ticket)
+                    slot[1].release()
+            await rig.until(lambda: (num_mapped(), num_files()) == (mapped, files))
+        finally:
+            gc.enable()
+            gc.collect()
+
+
+def num_files() -> int:
+    """Memories of a sender that are open."""
+    names = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # gone meanwhile
+            names.append(str(entry.readlink()))
+    return sum("memfd:legato-kv" in name for name in names)
 
 
 def num_mapped() -> int:

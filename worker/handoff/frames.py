@@ -15,6 +15,11 @@ _FRAME_ROWS = bytes([3 << 3 | 2])
 _ROWS_CRC32C = bytes([9 << 3 | 5])
 _ROWS_DATA = bytes([10 << 3 | 2])
 _CRC_BYTES = 4
+# What a message may have besides rows: far more than any frame needs, and so little that protobuf's
+# library is through with any such bytes within a millisecond.
+MAX_PLAIN_BYTES = 64 << 10
+# Fields of a rows frame that are walked over one by one; the message has 12.
+_MAX_FIELDS = 32
 # sequence, epoch, attempt, layers, tokens, KV heads: what the checksum covers besides the rows.
 _CHECKED = struct.Struct("<IQ7i")
 
@@ -70,24 +75,65 @@ class RowsPrefix:
 def read_frame(message: bytes) -> KvFrame | RowsFrame:
     """Any frame; one with `data` in it comes as RowsFrame, whoever has encoded it.
 
+    The work does not grow with what is in the message: one of more than MAX_PLAIN_BYTES is a rows
+    frame with few fields besides `data`, or is refused before the library has seen it.
+
     Raises:
         DecodeError: it is none.
     """
+    rows = _walk(message)
+    if rows is None:
+        if len(message) > MAX_PLAIN_BYTES:
+            raise DecodeError(f"only rows may have more than {MAX_PLAIN_BYTES} bytes")
+        return _from_library(KvFrame.FromString(message))
+    if len(message) - rows.num_data_bytes > MAX_PLAIN_BYTES:
+        raise DecodeError(
+            f"rows: {len(message) - rows.num_data_bytes} bytes besides data, "
+            f"limit {MAX_PLAIN_BYTES}"
+        )
+    if not rows.data_is_last:
+        return _from_library(KvFrame.FromString(message))
+    header = KvRows.FromString(message[rows.start : rows.data_tag_at])
+    return RowsFrame(header, memoryview(message)[rows.data_at :])
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """Where the parts of a rows frame are."""
+
+    start: int  # of the fields of KvRows
+    data_tag_at: int
+    data_at: int
+    num_data_bytes: int
+    data_is_last: bool  # nothing comes behind it
+
+
+def _walk(message: bytes) -> _Walked | None:
+    """None: it is not one field `rows` with one field `data` in it, or has many fields."""
     if message[:1] != _FRAME_ROWS:
-        return KvFrame.FromString(message)
+        return None
     size, start = _read_varint(message, 1)
     if start + size != len(message):  # further frames, or fields that are not known here
-        return _from_library(KvFrame.FromString(message))
-    view = memoryview(message)
+        return None
     at = start
-    while at < len(message) and message[at : at + 1] != _ROWS_DATA:
-        at = _skip_field(message, at)
-    if at >= len(message):  # no data: by slot
-        return KvFrame.FromString(message)
-    data_size, data_at = _read_varint(message, at + 1)
-    if data_at + data_size != len(message):  # more comes after the rows
-        return _from_library(KvFrame.FromString(message))
-    return RowsFrame(KvRows.FromString(message[start:at]), view[data_at:])
+    found: tuple[int, int, int] | None = None
+    for _ in range(_MAX_FIELDS):
+        if at >= len(message):
+            break
+        if message[at : at + 1] == _ROWS_DATA:
+            if found is not None:
+                return None
+            num_bytes, data_at = _read_varint(message, at + 1)
+            found = at, data_at, num_bytes
+            at = data_at + num_bytes
+        else:
+            at = _skip_field(message, at)
+    if found is None or at < len(message):
+        return None
+    if at > len(message):
+        raise DecodeError("a field is cut off")
+    tag_at, data_at, num_bytes = found
+    return _Walked(start, tag_at, data_at, num_bytes, data_at + num_bytes == len(message))
 
 
 def _from_library(frame: KvFrame) -> KvFrame | RowsFrame:

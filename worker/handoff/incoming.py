@@ -42,6 +42,7 @@ class Landing:
     record: LandingRecord
     transfer: IncomingTransfer | None = None  # the one that may write
     lapse: asyncio.TimerHandle | None = None  # where none may
+    num_written: int = 0  # rows of one head, those that came again included
 
 
 class IncomingTransfer:
@@ -76,6 +77,12 @@ class IncomingTransfer:
         self._num_damaged = 0
         self._over: str | None = None  # why
 
+    @property
+    def wants_rows(self) -> bool:
+        """Fewer have been written than there are; some of these more than once, it may be."""
+        landing = self._landing
+        return landing.num_written < landing.record.num_rows * self._num_heads
+
     def opened(self) -> KvReceipt:
         """In answer to Open: what need not be sent."""
         receipt = self._receipt(KvReceipt.STATUS_OK)
@@ -101,6 +108,7 @@ class IncomingTransfer:
             return self._damaged(header)
         self._counters.bytes_received += len(data)
         record.add(rows)
+        self._landing.num_written += rows.num_layers * rows.num_tokens * rows.num_heads
         return self._receipt(KvReceipt.STATUS_OK, header)
 
     def close(self, message: KvClose) -> KvReceipt:
@@ -239,9 +247,16 @@ def row_range(header: KvRows) -> RowRange | None:
 
 
 async def is_damaged(header: KvRows, data: memoryview) -> bool:
-    """Whether the checksum is not that of the header and the rows; of those that go no further."""
+    """Whether the checksum is not that of the header and the rows; of those that go no further.
+    Cancelled, it returns when nobody reads `data` any more.
+    """
 
     def differs() -> bool:
         return crc32c(data, header_checksum(header)) != header.crc32c
 
-    return await asyncio.to_thread(differs)
+    checking = asyncio.ensure_future(asyncio.to_thread(differs))
+    try:
+        return await asyncio.shield(checking)
+    except asyncio.CancelledError:
+        await asyncio.wait((checking,))
+        raise

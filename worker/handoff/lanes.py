@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from legato.protos.kv_transfer_pb2 import KvFrame, KvRows
 from legato.worker.handoff.frames import RowsPrefix, header_checksum
 from legato.worker.handoff.message_buffer import message_buffer
+from legato.worker.handoff.shared_memory import release
+from legato.worker.handoff.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 # Rows of one message: at 4 MiB the C library would map each anew (page faults on both sides, half
 # the rate); below 2 MiB the work for each message counts.
 CHUNK_BYTES = 2 << 20
-# Of all that are made and not answered; the receiver holds no more. With what gRPC copies, 8 MiB
-# and more would be given back to the system and taken again, page by page.
+# Of all that are made and not answered, at most (see Window); the receiver holds no more. With what
+# gRPC copies, 8 MiB and more would be given back to the system and taken again, page by page.
 WINDOW_BYTES = 6 << 20
 # However small they are.
 WINDOW_CHUNKS = 16
@@ -64,6 +66,9 @@ class Lane(Protocol):
     def free(self, packed: Packed) -> None:
         """It was answered, or will never be sent."""
 
+    def answered(self, bytes_on_way: int, sent_at_s: float, now_s: float) -> None:
+        """A frame that was sent: see `Window.answered`."""
+
     def count(self, packed: Packed, counters: TransferCounters) -> None:
         """It was sent."""
 
@@ -72,9 +77,19 @@ class GrpcLane:
     """Rows are read straight into the one bytes object that gRPC takes."""
 
     def __init__(self, row_bytes: int) -> None:
-        self.chunk_bytes = max(CHUNK_BYTES, row_bytes)
-        self.window_bytes = WINDOW_BYTES
         self.window_chunks = WINDOW_CHUNKS
+        self._row_bytes = row_bytes
+        self._window = Window(WINDOW_BYTES)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """While one is on its way, there is room for another one."""
+        return max(min(CHUNK_BYTES, self._window.num_bytes // 2), self._row_bytes)
+
+    @property
+    def window_bytes(self) -> int:
+        """See `Lane.window_bytes`."""
+        return self._window.num_bytes
 
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
         """See `Lane.pack`."""
@@ -86,6 +101,10 @@ class GrpcLane:
 
     def free(self, packed: Packed) -> None:
         """Nothing is held."""
+
+    def answered(self, bytes_on_way: int, sent_at_s: float, now_s: float) -> None:
+        """See `Lane.answered`."""
+        self._window.answered(bytes_on_way, sent_at_s, now_s)
 
     def count(self, packed: Packed, counters: TransferCounters) -> None:
         """See `Lane.count`."""
@@ -107,12 +126,14 @@ class MemoryLane:
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
         """See `Lane.pack`."""
         slot = self._free.pop()
+        view = self._memory.slot(slot)[:num_bytes]
         try:
-            view = self._memory.slot(slot)[:num_bytes]
             crc = await fill(view, header_checksum(header))
         except BaseException:
             self._free.append(slot)
             raise
+        finally:
+            release(view)
         rows = KvRows()
         rows.CopyFrom(header)
         rows.crc32c, rows.slot = crc, slot
@@ -122,6 +143,9 @@ class MemoryLane:
         """See `Lane.free`."""
         assert packed.slot is not None
         self._free.append(packed.slot)
+
+    def answered(self, bytes_on_way: int, sent_at_s: float, now_s: float) -> None:
+        """Rows are not on the way: the slots are the bound."""
 
     def count(self, packed: Packed, counters: TransferCounters) -> None:
         """See `Lane.count`."""

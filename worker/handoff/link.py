@@ -18,6 +18,7 @@ from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvHello, Kv
 from legato.protos.printable import printable
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.handoff import lanes
+from legato.worker.handoff.frames import MAX_PLAIN_BYTES
 from legato.worker.handoff.lanes import GrpcLane, Lane, MemoryLane
 from legato.worker.handoff.outgoing import Frame, NumbersUsedUpError, Outgoing
 from legato.worker.handoff.shared_memory import MemoryRefusedError
@@ -27,6 +28,7 @@ from legato.worker.identity import PROTOCOL_VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from legato.worker.handoff.retries import Retries
     from legato.worker.handoff.shared_memory import SenderMemory
     from legato.worker.handoff.transfer_counters import TransferCounters
     from legato.worker.identity import Identity
@@ -78,10 +80,15 @@ class LinkParts:
 class Link:
     """Runs until it breaks, or has been idle for IDLE_S."""
 
-    def __init__(self, address: str, receiver_worker_id: str, parts: LinkParts) -> None:
+    def __init__(
+        self, address: str, receiver_worker_id: str, parts: LinkParts, retries: Retries
+    ) -> None:
         self.address = address
         self.is_open = True
-        self.is_welcome = asyncio.Event()
+        self.has_broken = False
+        self._retries = retries
+        self._is_welcome = asyncio.Event()
+        self._moved_rows = False
         self._receiver_worker_id = receiver_worker_id
         self._parts = parts
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -130,14 +137,27 @@ class Link:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.is_open = False
-            self._end_transfers(_reason(tasks))
+            error = _reason(tasks)
+            self.has_broken = isinstance(error, LinkBrokenError)
+            if self.has_broken:
+                self._retries.broke(time.monotonic(), moved_rows=self._moved_rows)
+            self._end_transfers(error or LinkBrokenError("it was closed"))
             for task in tasks:
                 task.cancel()
-            await self._channel.close()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._outgoing.close()
-            if self._memory is not None:
-                self._memory.close()
+            try:
+                await self._channel.close()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._outgoing.close()
+            finally:  # whoever cancels that
+                self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        if self._memory is None:
+            return
+        if self.has_broken:
+            self._retries.keep_memory(self._memory)
+        else:
+            self._memory.close()
 
     async def _watch_progress(self, transfer: Transfer) -> None:
         while True:
@@ -152,7 +172,7 @@ class Link:
     # The stream.
 
     async def _write(self) -> None:
-        await self.is_welcome.wait()
+        await self._is_welcome.wait()
         beat = KvFrame(beat=KvBeat()).SerializeToString()
         while self.is_open:
             try:
@@ -165,6 +185,7 @@ class Link:
             if not self._unanswered:
                 self._answered_at_s = time.monotonic()
             self._unanswered.append(frame)
+            self._outgoing.sent(frame)
             await self._say(frame.message)
             frame.message = b""  # memory for the next one, which is in the caches still
             if frame.packed is not None:
@@ -187,6 +208,8 @@ class Link:
         if not self.is_open:  # gRPC may keep a cancellation to itself
             raise LinkBrokenError("it was closed")
         self._heard_at_s = time.monotonic()
+        if len(message) > MAX_PLAIN_BYTES:
+            raise LinkBrokenError(f"its answer has {len(message)} bytes, limit {MAX_PLAIN_BYTES}")
         try:
             return KvAnswer.FromString(message)
         except DecodeError as error:
@@ -198,7 +221,7 @@ class Link:
         if code in _FINAL_CODES:
             text = f"decode worker at {self.address}: {text}"
             return HandoffError(text, decode_lost=True, refused=True)
-        if code is not grpc.StatusCode.UNAVAILABLE or self.is_welcome.is_set():
+        if code is not grpc.StatusCode.UNAVAILABLE or self._is_welcome.is_set():
             return LinkBrokenError(text)
         _check_own_sockets()
         lived_s = time.monotonic() - self._begun_at_s
@@ -221,14 +244,15 @@ class Link:
             if welcome.shared_memory:
                 self._lane = MemoryLane(self._memory)
             else:
-                _log.info(
-                    "KV to %s goes by gRPC, not by shared memory: %s",
-                    printable(self.address),
-                    printable(welcome.memory_refused),
+                why = printable(welcome.memory_refused) or "the receiver gives no reason"
+                self._retries.log(
+                    logging.INFO,
+                    f"KV to {printable(self.address)} goes by gRPC, not by shared memory: {why}",
                 )
+                self._retries.refuse_memory()
                 self._memory.close()
                 self._memory = None
-        self.is_welcome.set()
+        self._is_welcome.set()
         self._outgoing.start(self._lane)
         while True:
             answer = await self._hear()
@@ -251,14 +275,16 @@ class Link:
             layout=identity.kv_layout(),
             kv_wire=self._parts.kv_wire,
         )
-        if self._parts.new_memory is not None:
-            try:
-                self._memory = self._parts.new_memory(
-                    lanes.NUM_SLOTS, max(lanes.SLOT_BYTES, self._parts.row_bytes)
-                )
-                hello.memory.CopyFrom(self._memory.description)
-            except MemoryRefusedError as error:
-                _log.warning("KV to %s goes by gRPC: %s", printable(self.address), error)
+        try:
+            self._memory = self._retries.take_memory(
+                lanes.NUM_SLOTS, max(lanes.SLOT_BYTES, self._parts.row_bytes)
+            )
+        except MemoryRefusedError as error:
+            self._retries.log(
+                logging.WARNING, f"KV to {printable(self.address)} goes by gRPC: {error}"
+            )
+        if self._memory is not None:
+            hello.memory.CopyFrom(self._memory.description)
         return hello
 
     # The receiver's answers.
@@ -268,7 +294,7 @@ class Link:
             raise LinkBrokenError(f"it answered frame {receipt.sequence} out of turn")
         frame = self._unanswered.popleft()
         self._answered_at_s = time.monotonic()
-        self._outgoing.free(frame)
+        self._outgoing.answered(frame)
         if frame.transfer.has_ended:
             return
         try:
@@ -287,8 +313,10 @@ class Link:
             transfer.opened(receipt, self._answered_at_s)
         elif what is Control.COMMIT and status == KvReceipt.STATUS_COMMITTED:
             transfer.committed()
+            self._moved_rows = True
         elif isinstance(what, Piece) and status == KvReceipt.STATUS_OK:
             transfer.landed(self._answered_at_s)
+            self._moved_rows = True
         elif isinstance(what, Piece) and status == KvReceipt.STATUS_RESEND:
             transfer.damaged(what)
             counters.chunks_resent += 1
@@ -357,8 +385,8 @@ def own_fault(error: OSError) -> HandoffError:
     return HandoffError(f"this prefill worker can open no link: {error}", decode_lost=False)
 
 
-def _reason(tasks: list[asyncio.Task[None]]) -> Exception:
-    """Why the link is over."""
+def _reason(tasks: list[asyncio.Task[None]]) -> LinkBrokenError | HandoffError | None:
+    """Why the link is over; None: this side has ended it."""
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, LinkBrokenError | HandoffError):
@@ -367,4 +395,4 @@ def _reason(tasks: list[asyncio.Task[None]]) -> Exception:
                 return own_fault(error)
             _log.error("a KV link failed", exc_info=error)
             return LinkBrokenError(f"{type(error).__name__}: {error}")
-    return LinkBrokenError("it was closed")
+    return None

@@ -20,7 +20,7 @@ from legato.protos.kv_transfer_pb2 import (
     KvWelcome,
 )
 from legato.protos.printable import printable
-from legato.worker.handoff.frames import RowsFrame, read_frame
+from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, read_frame
 from legato.worker.handoff.incoming import (
     LEASE_S,
     RefusedError,
@@ -28,7 +28,8 @@ from legato.worker.handoff.incoming import (
     name_rows,
     row_range,
 )
-from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory
+from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory, release
+from legato.worker.handoff.tickets import TicketState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,6 +43,10 @@ MAX_FRAMES_IN_HAND = 64
 MAX_BYTES_IN_HAND = 8 << 20  # of messages: rows in the sender's memory are none of this worker's
 BEAT_EVERY_S = 0.5
 MAX_SILENCE_S = 2.5
+# Frames in a row by which no row landed that was still to come, and nothing was committed. A sender
+# that hears its answers sends a window of them at most; for one that does not, gRPC may take tens
+# of thousands of answers before it makes this side wait.
+MAX_VAIN_FRAMES = 4096
 _MAX_REASON_CHARS = 500  # some of it may be what the sender sent
 
 
@@ -92,6 +97,7 @@ class LinkSession:
         self._transfers: dict[int, IncomingTransfer] = {}  # by epoch, up to their Close
         self._live: set[IncomingTransfer] = set()  # up to its answer
         self._next_sequence = 1
+        self._num_vain = 0
         self._clock = asyncio.get_running_loop().time
         self._heard_at_s = self._said_at_s = self._clock()
         self._reading_since_s: float | None = None  # since when the sender could have said more
@@ -129,9 +135,11 @@ class LinkSession:
             lease_s = self._heard_at_s + LEASE_S - self._clock()
             for transfer in self._live:
                 transfer.break_off("its stream has ended", lease_s)
-            await self._stop(tasks)
-            if self._memory is not None:
-                self._memory.close()
+            try:
+                await self._stop(tasks)
+            finally:
+                if self._memory is not None:
+                    self._memory.close()
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
         rows = [entry.task for entry in self._in_hand if entry is not None and entry.task]
@@ -146,7 +154,7 @@ class LinkSession:
         await asyncio.gather(*tasks, *rows, return_exceptions=True)
 
     async def _greet(self) -> None:
-        frame = await self._next_frame()
+        frame = await self._next_frame(MAX_PLAIN_BYTES)
         if not isinstance(frame, KvFrame) or frame.WhichOneof("frame") != "hello":
             raise BadFrameError("the first frame is no hello")
         hello = frame.hello
@@ -185,14 +193,16 @@ class LinkSession:
                 return
             self._take(frame)
 
-    async def _next_frame(self) -> KvFrame | RowsFrame | None:
-        """None: the sender has ended its side."""
+    async def _next_frame(self, most_bytes: int | None = None) -> KvFrame | RowsFrame | None:
+        """None: the sender has ended its side. A longer message is not looked at."""
         self._reading_since_s = self._clock()
         message = await anext(self._frames, None)
         self._reading_since_s = None
         self._heard_at_s = self._clock()
         if message is None:
             return None
+        if most_bytes is not None and len(message) > most_bytes:
+            raise BadFrameError(f"the first frame has {len(message)} bytes, limit {most_bytes}")
         try:
             return read_frame(message)
         except DecodeError as error:
@@ -245,6 +255,9 @@ class LinkSession:
         self._check_sequence(header.sequence)
         work = self._land(self._transfers.get(header.epoch), header, data)
         task = asyncio.get_running_loop().create_task(work)
+        if data is not None:
+            # Else whatever keeps an exception keeps the sender's memory, and its file, open.
+            task.add_done_callback(lambda _: release(data))
         num_bytes = len(data) if data is not None and header.WhichOneof("rows") is None else 0
         self._hold(header.sequence, num_bytes, task, None)
 
@@ -254,6 +267,11 @@ class LinkSession:
                 f"sequence is {sequence}, {self._next_sequence} is next: frames are lost or doubled"
             )
         self._next_sequence += 1
+        self._num_vain += 1
+        if self._num_vain > MAX_VAIN_FRAMES:
+            raise SilenceError(
+                f"no answer is heard: {MAX_VAIN_FRAMES} frames in a row were in vain"
+            )
 
     def _hold(
         self,
@@ -292,7 +310,11 @@ class LinkSession:
         try:
             if transfer is None:
                 raise RefusedError(f"rows: no transfer of epoch {header.epoch} is open here")
-            return await transfer.land(header, data)
+            is_wanted = transfer.wants_rows
+            receipt = await transfer.land(header, data)
+            if is_wanted and receipt.status == KvReceipt.STATUS_OK:
+                self._num_vain = 0
+            return receipt
         except RefusedError as error:
             self._receiver.counters.chunks_refused += 1
             receipt = _refusal(header.epoch, header.attempt, error)
@@ -304,11 +326,14 @@ class LinkSession:
         try:
             if transfer is None:
                 raise RefusedError(f"close: no transfer of epoch {message.epoch} is open here")
+            was_landing = transfer.ticket.state is TicketState.LANDING
             receipt = transfer.close(message)
         except RefusedError as error:
             self._end(transfer, error)
             return _refusal(message.epoch, message.attempt, error)
         self._live.discard(transfer)
+        if message.commit and was_landing:
+            self._num_vain = 0
         return receipt
 
     def _end(self, transfer: IncomingTransfer | None, error: RefusedError) -> None:

@@ -39,6 +39,8 @@ class Frame:
     what: Control | Piece
     message: bytes  # until it is sent
     packed: Packed | None = None  # of rows
+    sent_at_s: float = 0.0
+    bytes_on_way: int = 0  # of rows that were sent and not answered then, its own included
 
 
 @dataclass(eq=False)
@@ -67,6 +69,7 @@ class Outgoing:
         self._news = asyncio.Event()
         self._window_bytes = 0  # of chunks from their making to their answer
         self._window_chunks = 0
+        self._bytes_on_way = 0  # of chunks from their sending to their answer
 
     def start(self, lane: Lane) -> None:
         """The receiver has welcomed the link; rows go by `lane`."""
@@ -110,10 +113,18 @@ class Outgoing:
         self._make()
         return frame
 
-    def free(self, frame: Frame) -> None:
-        """It was answered: its slot and its part of the window."""
+    def sent(self, frame: Frame) -> None:
+        """Its message is given to gRPC now."""
+        if frame.packed is not None:
+            self._bytes_on_way += frame.packed.num_bytes
+            frame.sent_at_s, frame.bytes_on_way = time.monotonic(), self._bytes_on_way
+
+    def answered(self, frame: Frame) -> None:
+        """Its slot and its part of the window are free."""
         if isinstance(frame.what, Piece) and frame.packed is not None:
             assert self._lane is not None
+            self._bytes_on_way -= frame.packed.num_bytes
+            self._lane.answered(frame.bytes_on_way, frame.sent_at_s, time.monotonic())
             self._lane.free(frame.packed)
             self._leave_window(frame.what)
             self._make()

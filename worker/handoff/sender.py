@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from legato.worker.kv.wire import WireFormat
 
 __all__ = ["HandoffError", "HandoffResult", "KvSender"]
-
-# Before a link is tried again: one that was up is likely to be there, one that was not is not.
-_RETRY_AFTER_UP_S = 0.02
-_RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -96,16 +91,17 @@ class KvSender:
         await self._links.close()
 
     async def _carry(self, transfer: Transfer, worker_id: str, address: str) -> None:
-        while not self._is_closed:
+        why = "no link to it was made"
+        while True:
             try:
-                link = self._links.to(address, worker_id)
+                link = await self._links.to(address, worker_id, transfer.lost_at_s)
             except OSError as error:
                 raise own_fault(error) from None
+            if self._is_closed:
+                raise HandoffError("this worker ends", decode_lost=False)
+            if link is None:
+                raise out_of_reach(address, why)
             try:
                 return await link.carry(transfer)
             except LinkBrokenError as error:
                 why = str(error)
-            if transfer.is_lost(time.monotonic()):
-                raise out_of_reach(address, why)
-            await asyncio.sleep(_RETRY_AFTER_UP_S if link.is_welcome.is_set() else _RETRY_S)
-        raise HandoffError("this worker ends", decode_lost=False)

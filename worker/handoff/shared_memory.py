@@ -9,6 +9,7 @@ import re
 import secrets
 import stat
 import sys
+from contextlib import suppress
 
 from legato.protos.kv_transfer_pb2 import KvMemory
 
@@ -213,9 +214,13 @@ if sys.platform == "linux":
             os.close(file)
 
 
+def release(view: memoryview) -> None:
+    """Nobody looks at it any more, whoever has a reference to it still."""
+    with suppress(BufferError):  # but for an array that was made of it: then it goes with that
+        view.release()
+
+
 def _unmap(view: memoryview, memory: mmap.mmap) -> None:
-    view.release()
-    try:
+    release(view)
+    with suppress(BufferError):  # some slot is in use: it goes with it
         memory.close()
-    except BufferError:  # some slot is in use: it goes with it
-        return

@@ -163,14 +163,17 @@ class Transfer:
         self.stage = Stage.OVER
         self.fail(error)
 
+    @property
+    def lost_at_s(self) -> float | None:
+        """When it is given up, where nothing comes of it until then; None: its link is there."""
+        if not self._is_cut_off or self._waits_since_s is None:
+            return None
+        patience_s = UNREACHABLE_PATIENCE_S if self._is_refused_only else PATIENCE_S
+        return self._waits_since_s + patience_s
+
     def is_lost(self, now_s: float) -> bool:
         """Its link broke, and for as long as it is patient nothing has come of another one."""
-        patience_s = UNREACHABLE_PATIENCE_S if self._is_refused_only else PATIENCE_S
-        return (
-            self._is_cut_off
-            and self._waits_since_s is not None
-            and now_s - self._waits_since_s >= patience_s
-        )
+        return self.lost_at_s is not None and now_s >= self.lost_at_s
 
     # What is to be sent.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from typing import TYPE_CHECKING, TypeVar
@@ -92,5 +93,10 @@ async def _abort(
     message: str,
     trailers: tuple[tuple[str, str], ...],
 ) -> NoReturn:
-    await context.abort(code, message, trailers)
+    try:
+        await context.abort(code, message, trailers)
+    except grpc.aio.InternalError:
+        # An answer is still under way that the client does not take: no status can come behind it.
+        # So the call ends without one, as when a client is gone.
+        raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -39,6 +40,7 @@ class KvTransferService:
         self._role = role
         self._receiver = receiver
         self._shared_memory = shared_memory
+        self._streams: set[asyncio.Task[Any]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers it. Frames come as bytes: rows do not pass through protobuf's library."""
@@ -53,6 +55,13 @@ class KvTransferService:
             (grpc.method_handlers_generic_handler(service, {"Link": handler}),)
         )
 
+    async def ended(self) -> None:
+        """Returns when no stream is left. gRPC, which cuts them off as its server stops, waits for
+        none: each has rows in hand to see to, and then its sender's memory to give back.
+        """
+        if self._streams:
+            await asyncio.wait(self._streams)
+
     @reports_errors
     async def Link(  # noqa: N802  # the name is the RPC's
         self, request_iterator: AsyncIterator[bytes], context: Context
@@ -60,6 +69,10 @@ class KvTransferService:
         """Answers every frame until the sender ends the stream."""
         if self._role != "decode":
             raise wrong_role("Link", self._role)
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams.add(stream)
+        stream.add_done_callback(self._streams.discard)
         session = LinkSession(
             self._receiver,
             aiter(request_iterator),
