@@ -47,7 +47,7 @@ class WorkerPlan:
     """Everything the controller needs to start any worker of the service."""
 
     model: str
-    engine: EngineOptions
+    engines: Mapping[Role, EngineOptions]
     placement: WorkerPlacement
     spread: bool  # over the nodes of a joined cluster
 
@@ -75,7 +75,7 @@ def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
     """What one worker is told, on the machine where it runs."""
     from legato.worker.config import WorkerConfig
 
-    engine, place = plan.engine, plan.placement
+    engine, place = plan.engines[role], plan.placement
     fraction = engine.kv_memory_fraction
     return WorkerConfig(
         model=plan.model,

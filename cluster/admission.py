@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from legato.cluster.errors import RequestError, unavailable
+from legato.cluster.path_policies import has_open_path, pick_pair, pick_reachable
 from legato.cluster.policies import (
     Demand,
     WorkerSnapshot,
@@ -24,11 +25,14 @@ from legato.cluster.policies import (
 from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import Role
+    from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
+
+_NO_PATHS: Closed = frozenset()
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,8 @@ class Admission:
         self._refuse_hopeless(now)
         prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
         decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
+        closed = self._pool.paths.closed()
+        everyone = tuple(prefills.values()), tuple(decodes.values())
         any_keeps = any(entry.keeps is not None for entry in self._waiting)
         smallest_blocked: Demand | None = None
         for entry in self._in_order(now):
@@ -199,6 +205,11 @@ class Admission:
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
             has_prefill = prefill is not None or keeps
             fits = has_prefill and (decode is not None or not demand.decode_tokens)
+            if fits and passes and decode is not None and closed:
+                pair = _over_open_path(entry, prefills.values(), decodes.values(), everyone, closed)
+                if pair is None:
+                    continue  # not for want of room: it holds up nobody
+                prefill, decode = pair
             if fits and passes:
                 self._start(entry, prefill, decode, now)
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
@@ -336,6 +347,32 @@ class Admission:
             f"the queue is full: {limit}; try again in {wait_s:.1f} s",
             retry_after_ms=int(wait_s * 1000),
         )
+
+
+def _over_open_path(
+    entry: Entry,
+    prefills: Iterable[WorkerSnapshot],
+    decodes: Iterable[WorkerSnapshot],
+    everyone: tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]],
+    closed: Closed,
+) -> tuple[WorkerSnapshot | None, WorkerSnapshot] | None:
+    """Workers that have room now, a prefill worker only where none is kept; None: to be waited for.
+
+    A path that failed of late is taken where each one has, among all workers that are large enough.
+    """
+    demand = entry.demand
+    all_prefills, all_decodes = (
+        [w.worker_id for w in workers if w.can_ever_hold(demand)] for workers in everyone
+    )
+    if entry.keeps is None:
+        is_choice = has_open_path(all_prefills, all_decodes, closed)
+        return pick_pair(
+            demand, tuple(prefills), tuple(decodes), closed if is_choice else _NO_PATHS
+        )
+    kept = entry.keeps.prefill.worker_id
+    is_choice = has_open_path((kept,), all_decodes, closed)
+    decode = pick_reachable(demand, kept, decodes, closed if is_choice else _NO_PATHS)
+    return None if decode is None else (None, decode)
 
 
 def _smaller(blocked: Demand | None, demand: Demand) -> Demand:

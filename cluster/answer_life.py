@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from legato.cluster.answer import Answer
     from legato.cluster.request import RequestSpec
     from legato.cluster.timings import Phase, PhaseClock
+    from legato.cluster.worker_calls import PathFailedError
     from legato.protos import worker_pb2
 
     Send = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
@@ -35,6 +36,8 @@ class AnswerLife:
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
+    failed_paths: tuple[PathFailedError, ...] = ()  # its KV did not get over these
+    no_way_since_s: float | None = None  # when the first of them failed, on the monotonic clock
     refusals: int = 0
     num_preemptions: int = 0  # swapped or sent away for want of KV blocks
     cached_prompt_tokens: int = 0  # as Usage has it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Admission = Literal["expected", "reserve"]
@@ -86,4 +86,15 @@ class ServiceConfig:
     worker_gpus: float | None = None
     start_timeout_s: float = 120.0
     engine: EngineOptions = EngineOptions()
+    # Of the decode workers, where they differ from `engine`: see `legato.protos.kv_fit`.
+    decode_dtype: str | None = None
+    decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
+
+    def decode_engine(self) -> EngineOptions:
+        """What decode workers are told; `engine` is for the prefill workers."""
+        return replace(
+            self.engine,
+            dtype=self.decode_dtype or self.engine.dtype,
+            kv_cache=self.decode_kv_cache or self.engine.kv_cache,
+        )

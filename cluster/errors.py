@@ -7,7 +7,6 @@ import reprlib
 import grpc
 
 MAX_SHOWN_CHARS = 80  # of one value in a sentence
-MAX_PRINTED_CHARS = 500  # of a sentence that others wrote
 # Never walks the whole of a huge or deep value.
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 4 * MAX_SHOWN_CHARS
@@ -47,13 +46,6 @@ def shown(value: object) -> str:
     """A value for an error sentence, cut where it is long."""
     text = _REPR.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}…"
-
-
-def printable(text: str) -> str:
-    """Another's sentence for one of ours: one line, bounded, without control characters."""
-    if len(text) > MAX_PRINTED_CHARS:
-        text = f"{text[:MAX_PRINTED_CHARS]}…"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class ServiceError(Exception):

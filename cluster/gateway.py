@@ -84,7 +84,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.GetModelResponse:
         """See generation.proto."""
         router = self._router
-        limits, identity = router.pool.limits(), router.pool.reference
+        limits, identity = router.pool.limits(), router.pool.references.get("decode")
         if limits is None or identity is None:
             raise unavailable(f"no worker told its limits yet: {router.missing()}")
         return generation_pb2.GetModelResponse(

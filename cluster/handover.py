@@ -11,10 +11,14 @@ from legato.cluster.worker_calls import (
     AttemptEndedError,
     DecodeCall,
     KvGoneError,
+    KvLapsedError,
+    PathFailedError,
     WorkerFailedError,
     WorkerFaultError,
 )
+from legato.cluster.worker_view import ViewState
 from legato.protos import worker_pb2
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -32,8 +36,9 @@ class Handover:
 
     Runs beside the prefill and whether the client reads or not: rows that have landed and are not
     started can be taken from nobody. Where the decode worker is lost, before or after the first
-    token, it takes a ticket on another one, and the prefill worker, which keeps the KV for a while,
-    sends it there. `placement` and `decode` are those of the present decode worker.
+    token, or the KV does not get there, it takes a ticket on another one, and the prefill worker,
+    which keeps the KV for a while, sends it there. `placement` and `decode` are those of the
+    present decode worker.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Handover:
         self._tokens: Mapping[int, int] = {}
         self._answers: Sequence[AnswerLife] = ()  # those that go on, once that is known
         self._started = asyncio.Event()  # the first tokens are known
-        self._decode_lost = False  # and no other has been found yet
+        self._has_no_decode = False  # it was given up, and no other has been found yet
         self._handoff = _spawn(self._follow_handoff())
         self._joining = _spawn(self._run())
 
@@ -115,6 +120,10 @@ class Handover:
                 if error.view is not self.decode.view or _is_over(self._handoff):
                     raise
                 await self._move(error)
+            except PathFailedError as error:
+                if not self._life.keeps_prefill(error, self.placement.demand):
+                    raise
+                await self._move(error)
             else:
                 self.joined_at_s = time.monotonic()
                 return
@@ -133,6 +142,8 @@ class Handover:
             if not joined.done():
                 self._handoff.result()  # raises where the KV did not arrive
             await joined
+        except KvLapsedError as error:
+            raise self._path_failed(error.reason) from None
         finally:
             joined.cancel()
             starting.cancel()
@@ -145,15 +156,16 @@ class Handover:
         while True:
             event = await self._prefill.handoff()
             if event is None:
-                if self._decode_lost or self.num_retargets:
+                if self._has_no_decode or self.num_retargets:
                     raise KvGoneError(self._prefill.view, "it kept the KV for as long as it does")
                 raise WorkerFailedError(self._prefill.view, "its stream ended before handoff_done")
-            stale = event.num_retargets != self.num_retargets or self._decode_lost
+            stale = event.num_retargets != self.num_retargets or self._has_no_decode
             if isinstance(event, worker_pb2.HandoffFailed):
+                reason = printable(event.reason)
                 if not event.decode_lost:
-                    raise WorkerFailedError(self._prefill.view, f"hand-off failed: {event.reason}")
+                    raise WorkerFailedError(self._prefill.view, f"hand-off failed: {reason}")
                 if not stale:
-                    raise WorkerFailedError(self.decode.view, f"hand-off failed: {event.reason}")
+                    raise self._path_failed(reason, refused=event.refused)
                 continue
             if stale:
                 raise KvGoneError(
@@ -161,14 +173,24 @@ class Handover:
                 )
             for answer in self._answers:
                 answer.count_handoff(event)
+            self._life.note_passed(self.placement, self._answers)
             self.placement.handed_over()
             return
 
+    def _path_failed(self, reason: str, *, refused: bool = False) -> AttemptEndedError:
+        """Unless the router lacks the decode worker as well: then it is that one's loss."""
+        prefill, decode = self._prefill.view, self.decode.view
+        if decode.state is not ViewState.READY:
+            return WorkerFailedError(decode, f"hand-off failed: {reason}")
+        error = PathFailedError(prefill, decode, reason, refused=refused)
+        self._life.pool.paths.failed(error.path)
+        return error
+
     # Another decode worker.
 
-    async def _move(self, lost: WorkerFailedError) -> None:
-        self._decode_lost = True
-        if self._handoff.done():  # it has told of the loss; now it watches that the KV is kept
+    async def _move(self, lost: AttemptEndedError) -> None:
+        self._has_no_decode = True
+        if self._handoff.done():  # it has told of the failure; now it watches that the KV is kept
             self._handoff = _spawn(self._follow_handoff())
         taking = _spawn(self._take_ticket(lost))
         try:
@@ -179,7 +201,7 @@ class Handover:
         finally:
             taking.cancel()
             await asyncio.wait({taking})  # it may still hold a place in the queue
-        self._decode_lost = False
+        self._has_no_decode = False
         self.num_retargets += 1
         await self._prefill.retarget(ticket, self.decode.view.endpoint.address)
         for answer in self._group.values():

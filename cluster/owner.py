@@ -117,7 +117,7 @@ class Owner:
         service.launch(
             WorkerPlan(
                 model=str(model_path) if everywhere else config.model,
-                engine=config.engine,
+                engines={"prefill": config.engine, "decode": config.decode_engine()},
                 placement=placement,
                 spread=facts.num_nodes > 1,
             ),

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import grpc
 
 from legato.cluster.cancellation import check_cancellation, own_cancellation
+from legato.cluster.kv_paths import KvPaths
 from legato.cluster.request import ModelLimits
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
+from legato.protos.kv_fit import fits
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
 
@@ -40,9 +43,13 @@ class IdentityMismatchError(Exception):
 def check_identity(
     endpoint: WorkerEndpoint,
     identity: worker_pb2.WorkerIdentity,
-    reference: worker_pb2.WorkerIdentity | None,
+    references: Mapping[Role, worker_pb2.WorkerIdentity],
 ) -> None:
-    """Refuses a worker whose KV or tokens another could not use; block sizes may differ.
+    """Refuses a worker whose KV or tokens another could not use, by the first worker of each pool;
+    block sizes may differ.
+
+    Within a pool all else is equal, so that a request may go on anywhere in it. What may differ
+    between the pools says `legato.protos.kv_fit`.
 
     Raises:
         IdentityMismatchError: naming the field, its value and the one expected.
@@ -52,15 +59,17 @@ def check_identity(
     expected = {"worker_id": endpoint.worker_id, "role": ROLES[endpoint.role]}
     found["protocol_version"] = identity.protocol_version
     expected["protocol_version"] = PROTOCOL_VERSION
+    own_pool = endpoint.role in references
+    reference = references.get(endpoint.role, next(iter(references.values()), None))
     if reference is not None:
-        for name in ("model_fingerprint", "weights", "dtype", "vocab_size"):
+        for name in ("model_fingerprint", "kv_wire", "weights", "dtype", "vocab_size"):
             found[name] = getattr(identity, name)
             expected[name] = getattr(reference, name)
         for name in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
             found[f"kv_layout.{name}"] = getattr(layout, name)
             expected[f"kv_layout.{name}"] = getattr(reference.kv_layout, name)
     for name, value in found.items():
-        if value != expected[name]:
+        if not fits(name, value, expected[name], "same" if own_pool else identity.kv_wire):
             raise IdentityMismatchError(
                 f"worker {endpoint.worker_id} at {endpoint.address}: {name} is {value!r}, "
                 f"expected {expected[name]!r}"
@@ -88,11 +97,12 @@ class PoolView:
         self._silence_s = worker_silence_s
         self._on_change = on_change
         self._now = now
+        self.paths = KvPaths(now)
         self._views: dict[str, WorkerView] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._last_tick_at = now()
-        self.reference: worker_pb2.WorkerIdentity | None = None
+        self.references: dict[Role, worker_pb2.WorkerIdentity] = {}  # of each pool, the first
         self.empty_since: dict[Role, float | None] = dict.fromkeys(ROLES, now())
         self.ever_ready = False
         self._limits: ModelLimits | None = None
@@ -219,7 +229,8 @@ class PoolView:
                     self._accept(view, report)
                 reason = "its load reports ended"
             except grpc.aio.AioRpcError as error:
-                reason = f"its load reports broke: {error.code().name} {error.details()}"
+                details = printable(error.details() or "")
+                reason = f"its load reports broke: {error.code().name} {details}"
             except asyncio.CancelledError:
                 if own_cancellation():
                     raise
@@ -243,9 +254,8 @@ class PoolView:
         identity = await view.control.GetIdentity(
             worker_pb2.GetIdentityRequest(), timeout=IDENTITY_TIMEOUT_S
         )
-        check_identity(view.endpoint, identity, self.reference)
-        if self.reference is None:
-            self.reference = identity
+        check_identity(view.endpoint, identity, self.references)
+        self.references.setdefault(view.endpoint.role, identity)
         view.identity = identity
 
     def _accept(self, view: WorkerView, report: worker_pb2.WorkerReport) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer_life import enter
 from legato.cluster.attempt import Attempt
 from legato.cluster.errors import unavailable
+from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
 from legato.cluster.policies import Demand
+from legato.cluster.pool_view import ROLES
 from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import (
     AttemptEndedError,
     KvGoneError,
     NoRoomError,
+    PathFailedError,
     RefusedError,
     WorkerFailedError,
 )
@@ -24,9 +28,10 @@ from legato.protos import common_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from legato.cluster.admission import Admission
+    from legato.cluster.admission import Admission, Placement
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife
+    from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
     from legato.cluster.request import RequestSpec
@@ -82,6 +87,20 @@ class RequestLife:
         if isinstance(error, NoRoomError):
             error.view.note_refusal(demand)
             return
+        if isinstance(error, PathFailedError):
+            self._note_failed_path(error, demand, answers)
+        else:
+            self._note_worker(error, answers)
+        for answer in answers:
+            answer.failures += isinstance(error, WorkerFailedError | PathFailedError)
+            answer.refusals += isinstance(error, RefusedError)
+            if max(answer.failures, answer.refusals) >= self.max_attempts:
+                raise unavailable(
+                    f"request {self.spec.request_id!r} failed {self.max_attempts} times "
+                    f"(limit {self.max_attempts}); last: {error}"
+                )
+
+    def _note_worker(self, error: AttemptEndedError, answers: Sequence[AnswerLife]) -> None:
         if isinstance(error, WorkerFailedError):
             self.pool.note_failure(error.view, self.spec.request_id)
             self.moves += 1
@@ -89,13 +108,62 @@ class RequestLife:
             error.view.full = True
         for answer in answers:
             answer.avoid |= {error.view.worker_id}
-            answer.failures += isinstance(error, WorkerFailedError)
-            answer.refusals += isinstance(error, RefusedError)
-            if max(answer.failures, answer.refusals) >= self.max_attempts:
+
+    # Paths of KV. Neither worker is blamed for one that failed: see `note_passed`.
+
+    def _note_failed_path(
+        self, error: PathFailedError, demand: Demand, answers: Sequence[AnswerLife]
+    ) -> None:
+        now_s = time.monotonic()
+        prefills, decodes, closed = self._paths(demand)
+        any_open = has_open_path(prefills, decodes, closed)
+        self.moves += 1
+        for answer in answers:
+            answer.failed_paths += (error,)
+            if is_cut_off(error.prefill.worker_id, decodes, closed):
+                answer.avoid |= {error.prefill.worker_id}
+            if answer.no_way_since_s is None:
+                answer.no_way_since_s = now_s
+            if gives_up(now_s - answer.no_way_since_s, any_open=any_open):
                 raise unavailable(
-                    f"request {self.spec.request_id!r} failed {self.max_attempts} times "
-                    f"(limit {self.max_attempts}); last: {error}"
+                    f"request {self.spec.request_id!r}: its KV gets to no decode worker; "
+                    f"last: {error}"
                 )
+
+    def keeps_prefill(self, error: PathFailedError, demand: Demand) -> bool:
+        """Whether the attempt goes on with another decode worker; else it is over."""
+        prefills, decodes, closed = self._paths(demand)
+        return keeps_prefill(error.prefill.worker_id, prefills, decodes, closed)
+
+    def note_passed(self, placement: Placement, answers: Sequence[AnswerLife]) -> None:
+        """The KV has arrived, which tells of the paths that failed before who was at fault: a
+        prefill worker that is cut off from what another one reaches, or a decode worker that
+        refused what another one took.
+        """
+        prefill, decode = placement.prefill, placement.decode
+        assert decode is not None, "it has the KV"
+        self.pool.paths.passed((prefill.worker_id, decode.worker_id))
+        _, decodes, closed = self._paths(placement.demand)
+        for failed in {error for answer in answers for error in answer.failed_paths}:
+            if failed.prefill is not prefill and failed.view is decode:
+                if is_cut_off(failed.prefill.worker_id, decodes, closed):
+                    self.pool.note_failure(failed.prefill, self.spec.request_id)
+            elif failed.refused and failed.prefill is prefill and failed.view is not decode:
+                self.pool.note_failure(failed.view, self.spec.request_id)
+        for answer in answers:
+            answer.failed_paths, answer.no_way_since_s = (), None
+
+    def _paths(self, demand: Demand) -> tuple[list[str], list[str], Closed]:
+        """Between workers that take work such as this."""
+        prefills, decodes = (
+            [
+                view.worker_id
+                for view in self.pool.placeable(role)
+                if view.snapshot().can_ever_hold(demand)
+            ]
+            for role in ROLES
+        )
+        return prefills, decodes, self.pool.paths.closed()
 
 
 async def live(life: RequestLife) -> None:

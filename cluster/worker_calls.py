@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from legato.cluster.cancellation import check_cancellation, own_cancellation
 from legato.cluster.errors import RequestError
 from legato.protos import common_pb2, worker_pb2
+from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Mapping
@@ -29,6 +31,7 @@ class AttemptEndedError(Exception):
     def __init__(self, view: WorkerView, reason: str) -> None:
         super().__init__(f"{view.endpoint.role} worker {view.worker_id}: {reason}")
         self.view = view
+        self.reason = reason
 
 
 class NoRoomError(AttemptEndedError):
@@ -41,6 +44,30 @@ class RefusedError(AttemptEndedError):
 
 class KvGoneError(AttemptEndedError):
     """The prefill worker did not keep the KV of an attempt whose decode worker was lost."""
+
+
+class KvLapsedError(AttemptEndedError):
+    """The decode worker says that the KV stopped coming, and is well itself."""
+
+
+class PathFailedError(AttemptEndedError):
+    """KV did not get from a prefill to a decode worker while the router hears both: which of them
+    is to blame, if any, cannot be told from one such failure.
+    """
+
+    def __init__(
+        self, prefill: WorkerView, decode: WorkerView, reason: str, *, refused: bool
+    ) -> None:
+        """`refused`: the decode worker was reached, and its answer was no."""
+        did = "refuses KV" if refused else "gets no KV"
+        super().__init__(decode, f"{did} from prefill worker {prefill.worker_id}: {reason}")
+        self.prefill = prefill
+        self.refused = refused
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """As the policies name it."""
+        return self.prefill.worker_id, self.view.worker_id
 
 
 class WorkerFailedError(AttemptEndedError):
@@ -67,31 +94,57 @@ def _meaning(
     details: str | None,
     trailers: Iterable[tuple[str, str | bytes]],
 ) -> Exception:
-    if NEVER_RETRY in tuple(trailers):
-        return RequestError(code, details or code.name)
+    text, trailers = printable(details or ""), tuple(trailers)
+    if NEVER_RETRY in trailers:
+        return RequestError(code, text or code.name)
+    if KV_LAPSED in trailers:
+        return KvLapsedError(view, text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return NoRoomError(view, details or code.name)
+        return NoRoomError(view, text or code.name)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return RefusedError(view, details or code.name)
+        return RefusedError(view, text or code.name)
     if code in _FAILED:
-        return WorkerFailedError(view, f"{code.name} {details}")
+        return WorkerFailedError(view, f"{code.name} {text}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(code, "the request's deadline passed while a worker served it")
-    return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {details}")
+    return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {text}")
 
 
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
-    def __init__(self, view: WorkerView, call: grpc.aio.Call) -> None:
+    def __init__(self, view: WorkerView, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self.view = view
         self._base = call
-        view.calls.add(call)
+        self._cancelled = asyncio.Event()
+        view.calls.add(self)
 
     def close(self) -> None:
         """Cancels the call unless it is over: the worker frees what it holds. Idempotent."""
-        self.view.calls.discard(self._base)
+        self.view.calls.discard(self)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The worker is lost: whoever waits for the call is told."""
+        self._cancelled.set()
         self._base.cancel()
+
+    async def _write_first(
+        self, message: worker_pb2.PrefillCommand | worker_pb2.DecodeCommand
+    ) -> None:
+        """As `write`. Where a call is cancelled before it has begun, gRPC never wakes the one who
+        waits to write.
+        """
+        writing = asyncio.ensure_future(self._base.write(message))
+        cancelled = asyncio.ensure_future(self._cancelled.wait())
+        try:
+            await asyncio.wait({writing, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                raise asyncio.CancelledError
+            writing.result()
+        finally:
+            cancelled.cancel()
+            writing.cancel()
 
     def _check(
         self, event: worker_pb2.PrefillEvent | worker_pb2.DecodeEvent, *expected: str
@@ -129,16 +182,22 @@ class _Call:
             raise _meaning(
                 self.view, error.code(), error.details(), error.trailing_metadata()
             ) from None
-        except asyncio.InvalidStateError:  # a write after the worker ended the call
+        except asyncio.InvalidStateError:  # a write after the call ended
+            if self._cancelled.is_set():
+                raise self._lost() from None
             code, details = await self._base.code(), await self._base.details()
             trailers = await self._base.trailing_metadata()
             raise _meaning(self.view, code, details, trailers) from None
         except asyncio.CancelledError:
             if own_cancellation():
                 raise
-            # The view lost its worker and cancelled the call, or the worker's server did.
-            reason = self.view.lost_reason or "the worker cancelled the call"
-            raise WorkerFailedError(self.view, reason) from None
+            raise self._lost() from None
+
+    def _lost(self) -> WorkerFailedError:
+        """The view lost its worker and cancelled the call, or the worker's server did."""
+        return WorkerFailedError(
+            self.view, self.view.lost_reason or "the worker cancelled the call"
+        )
 
 
 class PrefillCall(_Call):
@@ -152,7 +211,7 @@ class PrefillCall(_Call):
         """Raises:
         WorkerFailedError: lost.
         """
-        await self._guard(self._call.write(worker_pb2.PrefillCommand(request=request)))
+        await self._guard(self._write_first(worker_pb2.PrefillCommand(request=request)))
 
     async def retarget(self, ticket: worker_pb2.KvTicket, address: str) -> None:
         """The KV is to go to another decode worker. Where this one is lost, or was done, the next
@@ -206,7 +265,7 @@ class DecodeCall(_Call):
             RefusedError: can never fit, or draining.
             WorkerFailedError: lost.
         """
-        await self._guard(self._call.write(worker_pb2.DecodeCommand(reserve=reserve)))
+        await self._guard(self._write_first(worker_pb2.DecodeCommand(reserve=reserve)))
         return (await self._next("ticket")).ticket
 
     async def start(self, first_tokens: Mapping[int, int]) -> None:

@@ -436,6 +436,7 @@ class GetModelResponse(_message.Message):
     """Tokens of prompt + output."""
     vocab_size: _builtins.int
     dtype: _builtins.str
+    """Of the decode workers' weights, as `block_size` is of their KV."""
     fingerprint: _builtins.str
     """Over weights and config; equal on all workers."""
     has_chat_template: _builtins.bool

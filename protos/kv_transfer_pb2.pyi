@@ -83,7 +83,8 @@ class KvHello(_message.Message):
     kv_wire: _builtins.str
     """What rows are sent as; the receiver's own setting must be the same. "same": the pages' dtype,
     which must be the same on both sides; else float32, bfloat16, float16, int8 or fp8 (with
-    scales), whatever the pages of either side hold.
+    scales), whatever the pages of either side hold, and `weights` that are float32, bfloat16 or
+    float16 may differ from each other.
     """
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout:

@@ -111,7 +111,7 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 @_typing.final
 class PrefillCommand(_message.Message):
     """What the router says in a Prefill call: Request first, later Retarget where the decode worker was
-    lost before it had the KV.
+    lost before it had the KV, or is out of reach from here.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -297,21 +297,27 @@ class HandoffFailed(_message.Message):
     DECODE_LOST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     NUM_RETARGETS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     decode_lost: _builtins.bool
-    """True where the decode side refused or was lost; false where this worker failed."""
+    """True where the KV may get to another decode worker: this one cannot be reached from here, which
+    says nothing of either worker, or has refused. False where this worker failed.
+    """
     reason: _builtins.str
     num_retargets: _builtins.int
     """As in HandoffDone."""
+    refused: _builtins.bool
+    """With `decode_lost`: it was reached, and its answer was no."""
     def __init__(
         self,
         *,
         decode_lost: _builtins.bool = ...,
         reason: _builtins.str = ...,
         num_retargets: _builtins.int = ...,
+        refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_lost", b"decode_lost", "num_retargets", b"num_retargets", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_lost", b"decode_lost", "num_retargets", b"num_retargets", "reason", b"reason", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -703,6 +709,7 @@ class WorkerIdentity(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_WIRE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     model_fingerprint: _builtins.str
@@ -716,8 +723,11 @@ class WorkerIdentity(_message.Message):
     protocol_version: _builtins.int
     weights: _builtins.str
     """What the matrices are held in: "float32", "int8+float32", "keep+bfloat16", … Workers that
-    differ compute different KV for the same text.
+    differ compute different KV for the same text: the pools may only be float32, bfloat16 or float16
+    apart, where `kv_wire` is not "same".
     """
+    kv_wire: _builtins.str
+    """What KV is sent as, the same for all workers: see KvHello.kv_wire."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -736,10 +746,11 @@ class WorkerIdentity(_message.Message):
         host: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         weights: _builtins.str = ...,
+        kv_wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "host", b"host", "kv_layout", b"kv_layout", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "host", b"host", "kv_layout", b"kv_layout", "kv_wire", b"kv_wire", "model_fingerprint", b"model_fingerprint", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,7 +135,9 @@ class DecodeWorkerServicer:
         landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
         finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
         is left; where there were several, when the router has ended its side too, or after a second: a
-        Stop may be on its way.
+        Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
+        for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
+        wrong with this worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

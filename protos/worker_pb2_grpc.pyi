@@ -95,7 +95,9 @@ class DecodeWorkerStub:
     landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
     finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
     is left; where there were several, when the router has ended its side too, or after a second: a
-    Stop may be on its way.
+    Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
+    for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
+    wrong with this worker.
     """
 
 @_typing.type_check_only
@@ -112,7 +114,9 @@ class DecodeWorkerAsyncStub(DecodeWorkerStub):
     landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
     finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
     is left; where there were several, when the router has ended its side too, or after a second: a
-    Stop may be on its way.
+    Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
+    for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
+    wrong with this worker.
     """
 
 class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -132,7 +136,9 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
         landed as well the answers join the batch: Joined once, then Tokens of each answer up to its
         finish or to Preempted. Stop may follow at any time after Start. The call ends when no answer
         is left; where there were several, when the router has ended its side too, or after a second: a
-        Stop may be on its way.
+        Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
+        for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
+        wrong with this worker.
         """
 
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
+from legato.protos.kv_fit import fits
 from legato.worker.kv.prefix_hash import PrefixHasher
 
 if TYPE_CHECKING:
@@ -55,26 +56,23 @@ class Identity:
     def mismatch(self, hello: KvHello, kv_wire: str) -> str | None:
         """One sentence naming the first field in which a sender does not fit, or None.
 
-        `block_size` may differ: the wire's layout knows no blocks. The dtype of the pages may
-        differ where the wire has one of its own.
+        `block_size` may differ: the wire's layout knows no blocks; and what
+        `legato.protos.kv_fit` says.
         """
         own = self.kv_layout()
-        layout = ["num_layers", "num_kv_heads", "head_dim"]
-        if kv_wire == "same":
-            layout.append("dtype")
         pairs = [
             ("protocol_version", hello.protocol_version, PROTOCOL_VERSION),
             ("receiver_worker_id", hello.receiver_worker_id, self.worker_id),
             ("model_fingerprint", hello.model_fingerprint, self.model_fingerprint),
-            ("weights", hello.weights, self.weights),
             ("kv_wire", hello.kv_wire, kv_wire),
+            ("weights", hello.weights, self.weights),
             *(
                 (f"layout.{name}", getattr(hello.layout, name), getattr(own, name))
-                for name in layout
+                for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")
             ),
         ]
         for name, theirs, ours in pairs:
-            if theirs != ours:
+            if not fits(name, theirs, ours, kv_wire):
                 return f"{name} is {theirs!r}, this worker's is {ours!r}"
         if not hello.sender_worker_id:
             return "sender_worker_id is empty"

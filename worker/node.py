@@ -193,7 +193,14 @@ class WorkerNode:
         links = KvTransferService(self.identity.role, receiver, shared_memory=self.shared_memory)
         links.add_to(server)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(
-            ControlService(self.identity, self.lifecycle, self.load, begin_drain), server
+            ControlService(
+                self.identity,
+                self.lifecycle,
+                self.load,
+                begin_drain,
+                kv_wire=self.pager.wire.name,
+            ),
+            server,
         )
         return links
 

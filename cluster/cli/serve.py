@@ -11,6 +11,7 @@ import typer
 from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
+from legato.cluster.cli.pool_options import check_pools
 from legato.cluster.cli.progress import TerminalProgress
 from legato.cluster.config import KV_WIRES, WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
@@ -56,6 +57,20 @@ def serve(
             "the tokens; auto is the weights' dtype."
         ),
     ] = "auto",
+    decode_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the decode workers, where it is not --dtype; with a --kv-wire.",
+            show_default=False,
+        ),
+    ] = None,
+    decode_kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the decode workers, where it is not --kv-cache; with a --kv-wire.",
+            show_default=False,
+        ),
+    ] = None,
     kv_lane: Annotated[
         str,
         typer.Option(
@@ -161,14 +176,6 @@ def serve(
 
         legato serve --model org/name --ray-address auto --device cuda
     """
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise typer.BadParameter(
-            f"must be auto, float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype"
-        )
-    if kv_cache not in ("auto", "fp8", "int8"):
-        raise typer.BadParameter(
-            f"must be auto, fp8 or int8, got {kv_cache!r}", param_hint="--kv-cache"
-        )
     if kv_lane not in ("auto", "grpc"):
         raise typer.BadParameter(f"must be auto or grpc, got {kv_lane!r}", param_hint="--kv-lane")
     if kv_wire not in KV_WIRES:
@@ -179,6 +186,7 @@ def serve(
         raise typer.BadParameter(
             f"must be one of {', '.join(WEIGHTS)}, got {weights!r}", param_hint="--weights"
         )
+    check_pools((dtype, kv_cache), (decode_dtype, decode_kv_cache), kv_wire, weights)
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
         raise typer.BadParameter(
             f"must be auto, cpu or cuda, got {device!r}", param_hint="--device"
@@ -227,6 +235,8 @@ def serve(
             context_length=context_length,
             num_threads=threads,
         ),
+        decode_dtype=decode_dtype,
+        decode_kv_cache=decode_kv_cache,
         router=RouterOptions(host=host, port=port, local_prefill_tokens=local_prefill_tokens),
     )
     sys.exit(run_service(config, _stay))

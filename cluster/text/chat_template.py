@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, nodes
 
-from legato.cluster.errors import RequestError, invalid, printable
+from legato.cluster.errors import RequestError, invalid
 from legato.cluster.text.template_bounds import BUDGET, LimitError, RenderBudget
 from legato.cluster.text.template_sandbox import TemplateSandbox
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

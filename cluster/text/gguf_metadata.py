@@ -6,7 +6,8 @@ import mmap
 import struct
 from typing import TYPE_CHECKING, TypeAlias
 
-from legato.cluster.errors import printable, shown
+from legato.cluster.errors import shown
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from pathlib import Path

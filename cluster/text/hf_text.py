@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from legato.cluster.errors import printable, shown
+from legato.cluster.errors import shown
 from legato.cluster.text.hf_class import apply_class, class_names, tokenizer_class
 from legato.cluster.text.library_errors import library_errors
 from legato.cluster.text.text_parts import TextParts
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from pathlib import Path

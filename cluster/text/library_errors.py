@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from legato.cluster.errors import printable
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from legato.cluster.errors import RequestError, invalid, printable
+from legato.cluster.errors import RequestError, invalid
 from legato.cluster.text.chat_template import ChatTemplate
 from legato.cluster.text.detokenizer import Detokenizer
 from legato.cluster.text.gguf_text import load_gguf_text
 from legato.cluster.text.hf_text import load_hf_text
 from legato.cluster.text.safe_encoder import SafeEncoder
 from legato.cluster.text.token_table import TokenTable
+from legato.protos.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -46,7 +46,8 @@ BEFORE_DECODE = tuple(s for s in STATES if s not in (State.DECODING, State.LOCAL
 
 @pytest.fixture(autouse=True)
 def small_chunks_and_local_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.worker.handoff.sender.CHUNK_BYTES", CHUNK_BYTES)
+    for name in ("CHUNK_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(f"legato.worker.handoff.lanes.{name}", CHUNK_BYTES)
     monkeypatch.setattr("legato.cluster.attempt.prefills_locally", lambda *_: True)
 
 

@@ -26,7 +26,8 @@ LANES = ("grpc", "auto")  # auto: shared memory
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.worker.handoff.sender.CHUNK_BYTES", CHUNK_BYTES)
+    for name in ("CHUNK_BYTES", "SLOT_BYTES"):
+        monkeypatch.setattr(f"legato.worker.handoff.lanes.{name}", CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("lane", LANES)

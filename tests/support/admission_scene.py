@@ -11,6 +11,7 @@ import pytest
 from legato.cluster.admission import Admission, Entry, Placement
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import RequestError
+from legato.cluster.kv_paths import KvPaths
 from legato.cluster.policies import Demand, WorkerSnapshot
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Pool:
     empty_since: dict[Role, float | None] = field(
         default_factory=lambda: {"prefill": None, "decode": None}
     )
+    paths: KvPaths = field(default_factory=KvPaths)
 
     def placeable(self, role: Role) -> list[View]:
         return self.prefill if role == "prefill" else self.decode

@@ -11,6 +11,7 @@ import grpc
 
 from legato.cluster.control_plane import Role, WorkerEndpoint
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class Faults:
     refuse_rows: int | None = None  # so many rows at the end, or more: RESOURCE_EXHAUSTED
     fail_prefills: int = 0  # so many prefills: INTERNAL before the first token
     fail_handoffs: int = 0  # so many hand-offs: HandoffFailed by this prefill worker
-    cut_handoffs: int = 0  # so many hand-offs: HandoffFailed, for the decode worker is lost
+    cut_handoffs: int = 0  # so many hand-offs: HandoffFailed, for the KV did not get there
+    out_of_reach: set[str] = field(default_factory=set)  # decode workers that no KV gets to
+    refused_by: set[str] = field(default_factory=set)  # decode workers that take no KV of this one
+    lapse_kv: bool = False  # decode ends, for the KV stopped coming
     skip_index: int | None = None  # decode leaves this token out
     end_at: int | None = None  # decode ends its stream, without an error, before this token
     hold_handoff: bool = False  # the KV never arrives
@@ -132,7 +136,7 @@ class FakeWorker(
         self.prefill_s, self.handoff_s, self.step_s = prefill_s, handoff_s, step_s
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
-        self.weights = "float32"
+        self.weights, self.kv_dtype, self.kv_wire = "float32", "float32", "same"
         self.protocol_version = 3
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
@@ -278,6 +282,13 @@ class FakeWorker(
             return worker_pb2.PrefillEvent(handoff_failed=failed)
         decode = BY_ADDRESS.get(target.address)
         attempt = decode._attempts.get(target.ticket.epoch) if decode is not None else None
+        if decode is not None and decode.worker_id in self.faults.out_of_reach:
+            failed.decode_lost, failed.reason = True, "Connection refused"
+            return worker_pb2.PrefillEvent(handoff_failed=failed)
+        if decode is not None and decode.worker_id in self.faults.refused_by:
+            failed.decode_lost, failed.refused = True, True
+            failed.reason = "kv_wire is 'int8'\x00\x1b[31m"
+            return worker_pb2.PrefillEvent(handoff_failed=failed)
         if attempt is None or decode is None:
             failed.decode_lost, failed.reason = True, "no such ticket"
             return worker_pb2.PrefillEvent(handoff_failed=failed)
@@ -331,6 +342,8 @@ class FakeWorker(
                     return
                 token_id = first.answers[0].token.token_id
                 start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=token_id)])
+            elif self.faults.lapse_kv:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "no KV came", (KV_LAPSED,))
             else:
                 await attempt.landed.wait()
             while self.faults.hold_joining:  # noqa: ASYNC110  # a plain flag is easier on tests
@@ -448,13 +461,14 @@ class FakeWorker(
             role=ROLE_NUMBERS[self.role],
             model_fingerprint=self.fingerprint,
             weights=self.weights,
+            kv_wire=self.kv_wire,
             dtype=self.dtype,
             kv_layout=worker_pb2.KvLayout(
                 num_layers=2,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=4,
                 block_size=self.block_size,
-                dtype="f32",
+                dtype=self.kv_dtype,
             ),
             total_blocks=self.total_blocks,
             context_length=512,

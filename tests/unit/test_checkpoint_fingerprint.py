@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from tiny_models import make_llama, make_llama_folder
 
+from legato.worker.config import WorkerConfig
+from legato.worker.loading import load_model
 from legato.worker.weights.fingerprint import PAGE_BYTES, fingerprint
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.stored_tensor import StoredTensor
@@ -71,6 +73,12 @@ def test_lowering_the_context_does_not_change_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     checkpoint.config = dataclasses.replace(checkpoint.config, context_length=32)
     assert checkpoint.fingerprint == open_checkpoint(folder).fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_of_the_weights_in_memory_does_not_change_it(folder: Path, dtype: str) -> None:
+    loaded = load_model(WorkerConfig(model=str(folder), role="decode", device="cpu", dtype=dtype))
+    assert (loaded.weights, loaded.fingerprint) == (dtype, open_checkpoint(folder).fingerprint)
 
 
 def test_gguf(tmp_path: Path) -> None:

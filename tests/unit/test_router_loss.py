@@ -320,6 +320,9 @@ async def test_a_gap_in_the_indices_is_an_internal_error_and_no_token_follows_it
         ({"fingerprint": "f2"}, "model_fingerprint is 'f2', expected 'f1'"),
         ({"weights": "int8+float32"}, "weights is 'int8+float32', expected 'float32'"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16', expected 'float32'"),
+        ({"kv_dtype": "int8"}, "kv_layout.dtype is 'int8', expected 'float32'"),
+        ({"kv_wire": "int8"}, "kv_wire is 'int8', expected 'same'"),
+        ({"kv_wire": ""}, "kv_wire is '', expected 'same'"),
         ({"num_kv_heads": 2}, "kv_layout.num_kv_heads is 2, expected 1"),
         ({"protocol_version": 1}, "protocol_version is 1, expected 3"),
     ],
@@ -337,6 +340,72 @@ async def test_a_worker_that_does_not_fit_is_refused_naming_the_field(
         assert service.control.lost[0][0] == worker.worker_id
         assert field in service.control.lost[0][1]
         assert len(service.router.pool.placeable("decode")) == 1
+
+
+BF16 = {"weights": "bfloat16", "dtype": "bfloat16", "kv_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("kv_wire", ["float32", "bfloat16", "float16", "int8", "fp8"])
+@pytest.mark.parametrize("odd", [BF16, {"kv_dtype": "int8"}])
+async def test_dtypes_of_the_pools_may_differ_where_the_wire_has_one(
+    odd: dict[str, str], kv_wire: str
+) -> None:
+    prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
+    for name, value in odd.items():
+        setattr(decode, name, value)
+    prefill.kv_wire = decode.kv_wire = kv_wire
+    async with Service([prefill], [decode]) as service:
+        assert (await collect(service, ask("hello", 5))).token_ids == expected("hello", 5)
+        model = await service.client.model()
+        assert model.dtype == decode.dtype
+        assert not service.control.lost
+
+
+@pytest.mark.parametrize(
+    ("odd", "kv_wire", "field"),
+    [
+        (BF16, "same", "weights"),
+        ({"kv_dtype": "int8"}, "same", "kv_layout.dtype"),
+        (BF16, "", "weights"),
+        ({"weights": "int8+float32"}, "bfloat16", "weights"),
+        ({"weights": "int4-g64+float32"}, "int8", "weights"),
+        ({"fingerprint": "f2"}, "bfloat16", "model_fingerprint"),
+        ({"num_kv_heads": 2}, "bfloat16", "kv_layout.num_kv_heads"),
+        ({"kv_wire": "fp8"}, "int8", "kv_wire"),
+        ({"kv_wire": "same"}, "bfloat16", "kv_wire"),
+    ],
+)
+async def test_pools_that_do_not_fit_are_refused_naming_the_field(
+    odd: dict[str, str | int], kv_wire: str, field: str
+) -> None:
+    prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
+    prefill.kv_wire = decode.kv_wire = kv_wire
+    for name, value in odd.items():
+        setattr(decode, name, value)
+    async with Service([prefill], []) as service:
+        await until(lambda: bool(service.router.pool.placeable("prefill")))
+        service.decodes.append(decode)
+        await service.router.set_workers([*service.endpoints, await decode.start()])
+        await until(lambda: bool(service.control.lost))
+        assert service.control.lost[0][0] == decode.worker_id
+        assert f": {field} " in service.control.lost[0][1]
+
+
+@pytest.mark.parametrize("odd", [BF16, {"kv_dtype": "int8"}])
+async def test_workers_of_one_pool_are_alike_whatever_the_wire(odd: dict[str, str]) -> None:
+    """A request goes on from one to the other."""
+    prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
+    prefill.kv_wire = decode.kv_wire = "bfloat16"
+    async with Service([prefill], [decode]) as service:
+        worker = FakeWorker("decode")
+        worker.kv_wire = "bfloat16"
+        for name, value in odd.items():
+            setattr(worker, name, value)
+        service.decodes.append(worker)
+        await service.router.set_workers([*service.endpoints, await worker.start()])
+        await until(lambda: bool(service.control.lost))
+        assert service.control.lost[0][0] == worker.worker_id
+        assert "expected 'float32'" in service.control.lost[0][1]
 
 
 async def test_block_sizes_may_differ() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from legato.protos import kv_transfer_pb2
 from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvHello, KvReceipt
+from legato.protos.printable import printable
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.handoff import lanes
 from legato.worker.handoff.frames import MAX_PLAIN_BYTES
@@ -41,6 +43,8 @@ SILENCE_S = 2.5
 # The receiver lives, but does not get on with what was sent.
 ANSWER_TIMEOUT_S = 5.0
 IDLE_S = 30.0
+# A connection that is refused is so by then; one that is silent, or slow, ends later.
+REFUSAL_S = 0.5
 # The receiver has understood and does not want: it would not another time either.
 _FINAL_CODES = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -51,7 +55,13 @@ _FINAL_CODES = (
 
 
 class LinkBrokenError(Exception):
-    """The stream is over; its transfers may go on over another one."""
+    """The stream is over; its transfers may go on over another one. `unreachable`: there was none,
+    for a connection was refused.
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+        super().__init__(printable(message))
+        self.unreachable = unreachable
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ class Link:
         self._outgoing = Outgoing(parts.pager)
         self._unanswered: deque[Frame] = deque()
         now_s = time.monotonic()
+        self._begun_at_s = now_s
         self._heard_at_s = self._said_at_s = self._answered_at_s = self._used_at_s = now_s
 
     async def carry(self, transfer: Transfer) -> None:
@@ -208,8 +219,13 @@ class Link:
         code, details = await self._call.code(), await self._call.details()
         text = f"it ended the stream: {code.name} {details}"
         if code in _FINAL_CODES:
-            return HandoffError(f"decode worker at {self.address}: {text}", decode_lost=True)
-        return LinkBrokenError(text)
+            text = f"decode worker at {self.address}: {text}"
+            return HandoffError(text, decode_lost=True, refused=True)
+        if code is not grpc.StatusCode.UNAVAILABLE or self._is_welcome.is_set():
+            return LinkBrokenError(text)
+        _check_own_sockets()
+        lived_s = time.monotonic() - self._begun_at_s
+        return LinkBrokenError(text, unreachable=lived_s < REFUSAL_S)
 
     async def _converse(self) -> None:
         await self._say(KvFrame(hello=self._hello()).SerializeToString())
@@ -222,15 +238,16 @@ class Link:
                 f"decode worker at {self.address} is {welcome.worker_id!r}, the ticket is of "
                 f"{self._receiver_worker_id!r}",
                 decode_lost=True,
+                refused=True,
             )
         if self._memory is not None:
             if welcome.shared_memory:
                 self._lane = MemoryLane(self._memory)
             else:
-                why = welcome.memory_refused or "the receiver gives no reason"
+                why = printable(welcome.memory_refused) or "the receiver gives no reason"
                 self._retries.log(
                     logging.INFO,
-                    f"KV to {self.address} goes by gRPC, not by shared memory: {why}",
+                    f"KV to {printable(self.address)} goes by gRPC, not by shared memory: {why}",
                 )
                 self._retries.refuse_memory()
                 self._memory.close()
@@ -263,7 +280,9 @@ class Link:
                 lanes.NUM_SLOTS, max(lanes.SLOT_BYTES, self._parts.row_bytes)
             )
         except MemoryRefusedError as error:
-            self._retries.log(logging.WARNING, f"KV to {self.address} goes by gRPC: {error}")
+            self._retries.log(
+                logging.WARNING, f"KV to {printable(self.address)} goes by gRPC: {error}"
+            )
         if self._memory is not None:
             hello.memory.CopyFrom(self._memory.description)
         return hello
@@ -324,7 +343,7 @@ class Link:
                 raise LinkBrokenError(f"it answered no frame for {ANSWER_TIMEOUT_S:g} s")
             for transfer in list(self._transfers):
                 if transfer.is_lost(now_s):
-                    transfer.fail(lost(self.address, "it did not answer again"))
+                    transfer.fail(out_of_reach(self.address, "it did not answer again"))
             is_silent = now_s - self._said_at_s + tick_s > BEAT_S
             if is_silent:
                 self._outgoing.beat()
@@ -337,14 +356,33 @@ class Link:
         now_s = time.monotonic()
         for transfer in list(self._transfers):
             if isinstance(error, HandoffError):
-                transfer.link_broke(HandoffError(str(error), decode_lost=error.decode_lost), now_s)
+                own = HandoffError(str(error), decode_lost=error.decode_lost, refused=error.refused)
+                transfer.link_broke(own, now_s, unreachable=False)
             else:
-                transfer.link_broke(LinkBrokenError(str(error)), now_s)
+                unreachable = isinstance(error, LinkBrokenError) and error.unreachable
+                transfer.link_broke(LinkBrokenError(str(error)), now_s, unreachable=unreachable)
 
 
-def lost(address: str, why: str) -> HandoffError:
-    """The receiver was lost for good."""
-    return HandoffError(f"decode worker at {address} was lost: {why}", decode_lost=True)
+def out_of_reach(address: str, why: str) -> HandoffError:
+    """For good."""
+    return HandoffError(f"decode worker at {address} is out of reach: {why}", decode_lost=True)
+
+
+def _check_own_sockets() -> None:
+    """gRPC tells of a want of this process as if the other side were not there.
+
+    Raises:
+        HandoffError: it has no file descriptor left, or may make no socket for another reason.
+    """
+    try:
+        socket.socket().close()
+    except OSError as error:
+        raise own_fault(error) from None
+
+
+def own_fault(error: OSError) -> HandoffError:
+    """This machine does not give what a link needs."""
+    return HandoffError(f"this prefill worker can open no link: {error}", decode_lost=False)
 
 
 def _reason(tasks: list[asyncio.Task[None]]) -> LinkBrokenError | HandoffError | None:
@@ -353,6 +391,8 @@ def _reason(tasks: list[asyncio.Task[None]]) -> LinkBrokenError | HandoffError |
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, LinkBrokenError | HandoffError):
                 return error
+            if isinstance(error, OSError):
+                return own_fault(error)
             _log.error("a KV link failed", exc_info=error)
             return LinkBrokenError(f"{type(error).__name__}: {error}")
     return None

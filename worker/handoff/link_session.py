@@ -19,6 +19,7 @@ from legato.protos.kv_transfer_pb2 import (
     KvRows,
     KvWelcome,
 )
+from legato.protos.printable import printable
 from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, read_frame
 from legato.worker.handoff.incoming import (
     LEASE_S,
@@ -159,7 +160,7 @@ class LinkSession:
             raise BadFrameError("the first frame is no hello")
         hello = frame.hello
         self._receiver.check(hello)
-        self._sender_worker_id = hello.sender_worker_id
+        self._sender_worker_id = printable(hello.sender_worker_id)
         welcome = KvWelcome(worker_id=self._receiver.worker_id)
         welcome.memory_refused = self._open_memory(hello)
         welcome.shared_memory = self._memory is not None

@@ -53,9 +53,8 @@ class Links:
     async def close(self) -> None:
         """Ends all; transfers under way on them break."""
         self._closing.set()
-        await asyncio.sleep(
-            0
-        )  # a task that is cancelled before it has begun would clean up nothing
+        # A task that is cancelled before it has begun would clean up nothing.
+        await asyncio.sleep(0)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from legato.worker.handoff.link import LinkBrokenError, LinkParts, lost
+from legato.worker.handoff.link import LinkBrokenError, LinkParts, out_of_reach, own_fault
 from legato.worker.handoff.links import Links
 from legato.worker.handoff.transfer import HandoffError, RowSize, Transfer
 from legato.worker.kv.row_range import RowRange
@@ -66,7 +66,8 @@ class KvSender:
         and `progress` is confirmed. Cancelled, it tells the receiver that no more comes.
 
         Raises:
-            HandoffError: the receiver refused; or was lost, and in 5 s not found again.
+            HandoffError: the receiver refused; or was lost, and in 5 s not found again, or in 2 s
+                not found at all; or this worker can open no link.
         """
         started_at_s = time.perf_counter()
         transfer = Transfer(progress, ticket, self._size)
@@ -92,11 +93,14 @@ class KvSender:
     async def _carry(self, transfer: Transfer, worker_id: str, address: str) -> None:
         why = "no link to it was made"
         while True:
-            link = await self._links.to(address, worker_id, transfer.lost_at_s)
+            try:
+                link = await self._links.to(address, worker_id, transfer.lost_at_s)
+            except OSError as error:
+                raise own_fault(error) from None
             if self._is_closed:
                 raise HandoffError("this worker ends", decode_lost=False)
             if link is None:
-                raise lost(address, why)
+                raise out_of_reach(address, why)
             try:
                 return await link.carry(transfer)
             except LinkBrokenError as error:

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from legato.protos.kv_transfer_pb2 import KvClose, KvFrame, KvOpen
+from legato.protos.printable import printable
 from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
@@ -19,16 +20,20 @@ if TYPE_CHECKING:
 MAX_SENDS_PER_CHUNK = 4
 # A receiver that was lost may come back for so long; then the KV goes to another one.
 PATIENCE_S = 5.0
+# One to which there never was a connection, for each is refused at once. The router notices within
+# that time where the reason is that the receiver is dead.
+UNREACHABLE_PATIENCE_S = 2.0
 
 
 class HandoffError(Exception):
-    """The KV was not handed over; the message says why. `decode_lost`: the decode side refused or
-    was lost, another one may take it; else the fault is this worker's.
+    """The KV was not handed over; the message says why. `decode_lost`: the decode side `refused`,
+    or does not come within reach, another one may take it; else the fault is this worker's.
     """
 
-    def __init__(self, message: str, *, decode_lost: bool) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, decode_lost: bool, refused: bool = False) -> None:
+        super().__init__(printable(message))
         self.decode_lost = decode_lost
+        self.refused = refused
 
 
 class Stage(Enum):
@@ -84,6 +89,7 @@ class Transfer:
         self._again: deque[Piece] = deque()
         self._num_unanswered = 0  # pieces
         self._is_cut_off = False  # the link broke, and nothing has landed since
+        self._is_refused_only = True  # each link so far ended before there was a connection
         self._waits_since_s: float | None = None  # for the receiver
 
     @property
@@ -131,7 +137,11 @@ class Transfer:
         """The receiver has ended it."""
         self.stage = Stage.OVER
         self.fail(
-            HandoffError(f"decode worker at {address} refused the KV: {reason}", decode_lost=True)
+            HandoffError(
+                f"decode worker at {address} refused the KV: {reason}",
+                decode_lost=True,
+                refused=True,
+            )
         )
 
     def committed(self) -> None:
@@ -140,13 +150,16 @@ class Transfer:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def link_broke(self, error: Exception, now_s: float) -> None:
-        """No frame of it is under way any more; it may be attached again."""
+    def link_broke(self, error: Exception, now_s: float, *, unreachable: bool) -> None:
+        """No frame of it is under way any more; it may be attached again. `unreachable`: there was
+        no connection.
+        """
         if self.stage is Stage.OPEN and not self._num_unanswered and self._first_rows() is None:
             self._waits_since_s = None  # it waited for the computation
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         self._is_cut_off = True
+        self._is_refused_only = self._is_refused_only and unreachable
         self.stage = Stage.OVER
         self.fail(error)
 
@@ -155,10 +168,11 @@ class Transfer:
         """When it is given up, where nothing comes of it until then; None: its link is there."""
         if not self._is_cut_off or self._waits_since_s is None:
             return None
-        return self._waits_since_s + PATIENCE_S
+        patience_s = UNREACHABLE_PATIENCE_S if self._is_refused_only else PATIENCE_S
+        return self._waits_since_s + patience_s
 
     def is_lost(self, now_s: float) -> bool:
-        """Its link broke, and for PATIENCE_S nothing has come of another one."""
+        """Its link broke, and for as long as it is patient nothing has come of another one."""
         return self.lost_at_s is not None and now_s >= self.lost_at_s
 
     # What is to be sent.
@@ -227,12 +241,14 @@ class Transfer:
                 f"the receiver's landed_tokens are {landed}, expected {num_layers} numbers in "
                 f"[0, {num_tokens}]",
                 decode_lost=True,
+                refused=True,
             )
         if not 0 <= reused <= min(landed):
             raise HandoffError(
                 f"the receiver's reused_tokens is {reused}, limit [0, {min(landed)}] (of those "
                 "that have landed)",
                 decode_lost=True,
+                refused=True,
             )
         self.stage = Stage.OPEN
         self.was_open = True

@@ -47,11 +47,14 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
         lifecycle: Lifecycle,
         read_load: Callable[[], common_pb2.WorkerLoad],
         begin_drain: Callable[[], None],
+        *,
+        kv_wire: str,
     ) -> None:
         self._identity = identity
         self._lifecycle = lifecycle
         self._read_load = read_load
         self._begin_drain = begin_drain
+        self._kv_wire = kv_wire
 
     @reports_errors
     async def GetIdentity(  # noqa: N802  # the name is the RPC's
@@ -75,6 +78,7 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
             host=socket.gethostname(),
             protocol_version=PROTOCOL_VERSION,
             weights=identity.weights,
+            kv_wire=self._kv_wire,
         )
 
     @reports_errors

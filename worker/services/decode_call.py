@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from legato.protos import worker_pb2
+from legato.protos.kv_lapsed import KV_LAPSED
 from legato.worker.handoff.tickets import TicketState
 from legato.worker.mailbox import BrokenEvent, JoinedEvent, PreemptedEvent, TokenEvent
 from legato.worker.services.errors import CallError, invalid, no_usable_logits
@@ -132,7 +133,9 @@ class DecodeCall:
         """All in one go: while one answer steps on, another's rows must not be gone."""
         if self._ticket.state is not TicketState.LANDED:
             assert self._ticket.closed_because is not None, "this call has closed it"
-            raise CallError(grpc.StatusCode.UNAVAILABLE, self._ticket.closed_because)
+            raise CallError(
+                grpc.StatusCode.UNAVAILABLE, self._ticket.closed_because, trailer=KV_LAPSED
+            )
         landed = self._tickets.hand_over(self._ticket)
         for number, (answer, sequence) in enumerate(self._landing.items()):
             place = landed[number]

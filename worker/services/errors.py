@@ -25,13 +25,15 @@ Response = TypeVar("Response")
 
 
 class CallError(Exception):
-    """Ends a call with `code`. `never_retry`: the request would fail on any other worker too."""
+    """Ends a call with `code`; a trailer tells the router more than that does."""
 
-    def __init__(self, code: grpc.StatusCode, message: str, *, never_retry: bool = False) -> None:
+    def __init__(
+        self, code: grpc.StatusCode, message: str, *, trailer: tuple[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
-        self.trailers = (NEVER_RETRY,) if never_retry else ()
+        self.trailers = () if trailer is None else (trailer,)
 
 
 def invalid(message: str) -> CallError:
@@ -45,7 +47,7 @@ def no_usable_logits(event: BrokenEvent) -> CallError:
         grpc.StatusCode.INTERNAL,
         "the model gave no usable logits for this request: NaN or infinite values at output "
         f"position {event.index} (from 0)",
-        never_retry=True,
+        trailer=NEVER_RETRY,
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Write = Callable[[worker_pb2.PrefillEvent], Awaitable[None]]
 
-# After a decode worker was lost the blocks wait so long for a Retarget. A lost worker's lease ends
+# After a hand-off has failed the blocks wait so long for a Retarget. A lost worker's lease ends
 # within 5 s, and those that wait for prefill's room should not wait longer for a router that is
 # silent; one that finds no other decode worker by then has the prompt computed again.
 RETARGET_WAIT_S = 5.0
@@ -157,7 +157,10 @@ class PrefillCall:
 
 def _failed(error: HandoffError, num_retargets: int) -> worker_pb2.PrefillEvent:
     failed = worker_pb2.HandoffFailed(
-        decode_lost=error.decode_lost, reason=str(error), num_retargets=num_retargets
+        decode_lost=error.decode_lost,
+        reason=str(error),
+        num_retargets=num_retargets,
+        refused=error.refused,
     )
     return worker_pb2.PrefillEvent(handoff_failed=failed)
 
