@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -79,15 +79,36 @@ def _meaning(
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
-    def __init__(self, view: WorkerView, call: grpc.aio.Call) -> None:
+    def __init__(self, view: WorkerView, call: Any) -> None:  # noqa: ANN401  # streams of two kinds
         self.view = view
         self._base = call
-        view.calls.add(call)
+        self._cancelled = asyncio.Event()
+        view.calls.add(self)
 
     def close(self) -> None:
         """Cancels the call unless it is over: the worker frees what it holds. Idempotent."""
-        self.view.calls.discard(self._base)
+        self.view.calls.discard(self)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The worker is lost: whoever waits for the call is told."""
+        self._cancelled.set()
         self._base.cancel()
+
+    async def _write_first(self, message: worker_pb2.DecodeCommand) -> None:
+        """As `write`. Where a call is cancelled before it has begun, gRPC never wakes the one who
+        waits to write.
+        """
+        writing = asyncio.ensure_future(self._base.write(message))
+        cancelled = asyncio.ensure_future(self._cancelled.wait())
+        try:
+            await asyncio.wait({writing, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                raise asyncio.CancelledError
+            writing.result()
+        finally:
+            cancelled.cancel()
+            writing.cancel()
 
     async def _guard(self, step: Awaitable[T]) -> T:
         """Awaits one read or write; turns what may go wrong into the exceptions above."""
@@ -103,16 +124,22 @@ class _Call:
             raise _meaning(
                 self.view, error.code(), error.details(), error.trailing_metadata()
             ) from None
-        except asyncio.InvalidStateError:  # a write after the worker ended the call
+        except asyncio.InvalidStateError:  # a write after the call ended
+            if self._cancelled.is_set():
+                raise self._lost() from None
             code, details = await self._base.code(), await self._base.details()
             trailers = await self._base.trailing_metadata()
             raise _meaning(self.view, code, details, trailers) from None
         except asyncio.CancelledError:
             if own_cancellation():
                 raise
-            # The view lost its worker and cancelled the call, or the worker's server did.
-            reason = self.view.lost_reason or "the worker cancelled the call"
-            raise WorkerFailedError(self.view, reason) from None
+            raise self._lost() from None
+
+    def _lost(self) -> WorkerFailedError:
+        """The view lost its worker and cancelled the call, or the worker's server did."""
+        return WorkerFailedError(
+            self.view, self.view.lost_reason or "the worker cancelled the call"
+        )
 
 
 class PrefillCall(_Call):
@@ -179,7 +206,7 @@ class DecodeCall(_Call):
             RefusedError: can never fit, or draining.
             WorkerFailedError: lost.
         """
-        await self._guard(self._call.write(worker_pb2.DecodeCommand(reserve=reserve)))
+        await self._guard(self._write_first(worker_pb2.DecodeCommand(reserve=reserve)))
         return (await self._next("ticket")).ticket
 
     async def start(self, first_tokens: Mapping[int, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -42,6 +42,13 @@ class ViewState(Enum):
     READY = "ready"
     LOST = "lost"  # hung, broken or dead; a fresh report makes it READY again
     CLOSED = "closed"  # no longer in the controller's snapshot, or refused
+
+
+class Cancellable(Protocol):
+    """A call to the worker."""
+
+    def cancel(self) -> None:
+        """The worker is lost."""
 
 
 class PrefillShare:
@@ -116,7 +123,7 @@ class WorkerView:
         self.full = False
         self._refused: list[Demand] = []
         self._doubtful: dict[Demand, float] = {}  # until when
-        self.calls: set[grpc.aio.Call] = set()
+        self.calls: set[Cancellable] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
         self.failed_requests: set[str] = set()
 

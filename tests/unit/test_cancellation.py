@@ -10,8 +10,9 @@ import pytest
 from fake_worker import FakeWorker
 
 from legato.cluster.cancellation import check_cancellation, own_cancellation
-from legato.cluster.worker_calls import DecodeCall
+from legato.cluster.worker_calls import DecodeCall, WorkerFailedError
 from legato.cluster.worker_view import WorkerView
+from legato.protos import worker_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -55,3 +56,21 @@ async def test_a_step_that_swallows_the_cancellation(view: WorkerView, fails: bo
 async def test_outside_of_a_cancellation_nothing_happens() -> None:
     assert not own_cancellation()
     check_cancellation()
+
+
+@pytest.mark.parametrize("turns", range(6))  # of the event loop, before the loss
+async def test_a_call_whose_worker_is_lost_before_it_has_begun(
+    view: WorkerView, turns: int
+) -> None:
+    call = DecodeCall(view, 60.0)
+    reserving = asyncio.create_task(call.reserve(worker_pb2.Reserve()))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    view.lost_reason = "its process ended"
+    for each in tuple(view.calls):
+        each.cancel()
+    async with asyncio.timeout(5):
+        with pytest.raises(WorkerFailedError, match="its process ended"):
+            await reserving
+    call.close()
+    assert not view.calls
