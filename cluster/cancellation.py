@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 
 
-def own_cancellation() -> bool:
-    """Whether a CancelledError means this task, and not the gRPC call that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def check_cancellation() -> None:
     """To be called after waiting for gRPC, before anything is tried again.
 
-    Where a call ends in the moment in which who waits for it is cancelled, gRPC may tell of the
-    end alone.
+    A CancelledError there means the task or only the call; and where a call ends in the moment in
+    which who waits for it is cancelled, gRPC may tell of the end alone.
 
     Raises:
         CancelledError: this task is being cancelled.
     """
-    if own_cancellation():
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from legato.cluster.cancellation import check_cancellation, own_cancellation
+from legato.cluster.cancellation import check_cancellation
 from legato.cluster.kv_paths import KvPaths
 from legato.cluster.request import ModelLimits
 from legato.cluster.worker_view import ViewState, WorkerView
@@ -231,9 +231,7 @@ class PoolView:
             except grpc.aio.AioRpcError as error:
                 details = printable(error.details() or "")
                 reason = f"its load reports broke: {error.code().name} {details}"
-            except asyncio.CancelledError:
-                if own_cancellation():
-                    raise
+            except asyncio.CancelledError:  # of the call, or of this task: see below
                 reason = "its load reports were cancelled"
             except IdentityMismatchError as error:
                 log.error("refused: %s", error)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from legato.cluster.cancellation import check_cancellation, own_cancellation
+from legato.cluster.cancellation import check_cancellation
 from legato.cluster.errors import RequestError
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.kv_lapsed import KV_LAPSED
@@ -113,7 +113,7 @@ def _meaning(
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
-    def __init__(self, view: WorkerView, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    def __init__(self, view: WorkerView, call: grpc.aio.Call) -> None:
         self.view = view
         self._base = call
         self._cancelled = asyncio.Event()
@@ -129,13 +129,11 @@ class _Call:
         self._cancelled.set()
         self._base.cancel()
 
-    async def _write_first(
-        self, message: worker_pb2.PrefillCommand | worker_pb2.DecodeCommand
-    ) -> None:
-        """As `write`. Where a call is cancelled before it has begun, gRPC never wakes the one who
-        waits to write.
+    async def _unless_cancelled(self, first: Awaitable[None]) -> None:
+        """The first write. Where a call is cancelled before it has begun, gRPC never wakes the one
+        who waits to write.
         """
-        writing = asyncio.ensure_future(self._base.write(message))
+        writing = asyncio.ensure_future(first)
         cancelled = asyncio.ensure_future(self._cancelled.wait())
         try:
             await asyncio.wait({writing, cancelled}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +142,8 @@ class _Call:
             writing.result()
         finally:
             cancelled.cancel()
-            writing.cancel()
+            if not writing.cancel() and not writing.cancelled():
+                writing.exception()  # seen, also where this task is cancelled
 
     def _check(
         self, event: worker_pb2.PrefillEvent | worker_pb2.DecodeEvent, *expected: str
@@ -188,9 +187,7 @@ class _Call:
             code, details = await self._base.code(), await self._base.details()
             trailers = await self._base.trailing_metadata()
             raise _meaning(self.view, code, details, trailers) from None
-        except asyncio.CancelledError:
-            if own_cancellation():
-                raise
+        except asyncio.CancelledError:  # of the call, or of this task: `_guard` knows
             raise self._lost() from None
 
     def _lost(self) -> WorkerFailedError:
@@ -211,7 +208,8 @@ class PrefillCall(_Call):
         """Raises:
         WorkerFailedError: lost.
         """
-        await self._guard(self._write_first(worker_pb2.PrefillCommand(request=request)))
+        writing = self._call.write(worker_pb2.PrefillCommand(request=request))
+        await self._guard(self._unless_cancelled(writing))
 
     async def retarget(self, ticket: worker_pb2.KvTicket, address: str) -> None:
         """The KV is to go to another decode worker. Where this one is lost, or was done, the next
@@ -265,7 +263,8 @@ class DecodeCall(_Call):
             RefusedError: can never fit, or draining.
             WorkerFailedError: lost.
         """
-        await self._guard(self._write_first(worker_pb2.DecodeCommand(reserve=reserve)))
+        writing = self._call.write(worker_pb2.DecodeCommand(reserve=reserve))
+        await self._guard(self._unless_cancelled(writing))
         return (await self._next("ticket")).ticket
 
     async def start(self, first_tokens: Mapping[int, int]) -> None:

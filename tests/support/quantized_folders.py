@@ -151,3 +151,30 @@ def quantized_folder(
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     return folder, plain
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def ct(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:  # noqa: ANN401  # settings of any type
+    settings = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", **weights}
+    group = {"targets": ["Linear"], "weights": settings, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+    }
+
+
+def gptq_folder(folder: Path, *, bits: int = 4, version: int = 1, **options: Any) -> Any:  # noqa: ANN401  # of quantized_folder
+    config = GPTQ | {"bits": bits, "group_size": options.get("group_size", 32)}
+    config |= {"sym": options.get("symmetric", False)}
+    if version == 2:
+        config["checkpoint_format"] = "gptq_v2"
+    return quantized_folder(
+        folder, lambda i: gptq_parts(i, bits, version=version), config, bits=bits, **options
+    )

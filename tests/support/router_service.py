@@ -247,3 +247,16 @@ async def collect_all(
         phases = [getattr(finish.timings, phase.value) for phase in Phase]
         assert sum(phases) == finish.timings.total_s
     return [Result(token_ids[i], texts[i], finishes[i]) for i in token_ids]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """What the fake model's tokens spell."""
+    return "".join(map(chr, ids))
+
+
+def check_whole(result: Result, prompt: str, num_tokens: int, answer: int = 0) -> None:
+    """The answer has all its tokens, and ends because they are all."""
+    assert result.token_ids == expected(prompt, num_tokens, answer)
+    assert result.text == text_of(result.token_ids)
+    assert result.finish.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert result.finish.usage.seed == SEED + answer

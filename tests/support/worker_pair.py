@@ -306,10 +306,16 @@ class Attempt:
     async def stop(self, answer: int) -> None:
         try:
             await self.command(stop=worker_pb2.Stop(answer=answer))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # The call for one answer ends with it and waits for no Stop that is on its way; what
-            # was still to be read is lost to who writes then.
-            assert self.num_answers == 1
+            # was still to be read is lost to who writes then, the status as well where gRPC was
+            # told to write before it knew. Any other end is a fault.
+            if isinstance(error, grpc.aio.AioRpcError):
+                may_be_over = error.details() == "Internal error from Core"
+            else:
+                may_be_over = await self.decode_call.code() is grpc.StatusCode.OK
+            if self.num_answers > 1 or not may_be_over:
+                raise
             self.cut_off = True
         await self._note_end(answer)
 

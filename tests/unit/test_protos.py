@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from legato.cluster.cluster_service import ClusterService
+from legato.cluster.gateway import GenerationService
+from legato.worker.services.control import ControlService
+from legato.worker.services.decode import DecodeService
+from legato.worker.services.kv_transfer import KvTransferService
+from legato.worker.services.prefill import PrefillService
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("python", "grpc_python", "mypy", "mypy_grpc")
@@ -48,3 +59,32 @@ def test_a_changed_proto_would_be_noticed(tmp_path: Path) -> None:
     made, kept = generate(out, protos), checked_in()
     changed = {name for name in made if made[name] != kept[name]}
     assert changed == {"cluster_pb2.py", "cluster_pb2.pyi"}
+
+
+SERVICES = (
+    ClusterService,
+    ControlService,
+    DecodeService,
+    GenerationService,
+    KvTransferService,
+    PrefillService,
+)
+
+
+def stubs_of(service: type) -> dict[str, object]:
+    """The methods that protoc has made for it: each only raises NotImplementedError."""
+    generated = [base for base in service.__mro__ if base.__module__.endswith("_pb2_grpc")]
+    return {n: m for base in generated for n, m in vars(base).items() if inspect.isfunction(m)}
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.__name__)
+def test_no_rpc_is_left_to_its_generated_stub(service: type) -> None:
+    left = [name for name, stub in stubs_of(service).items() if getattr(service, name) is stub]
+    assert left == []
+
+
+def test_every_rpc_of_the_protos_has_a_service() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "protos").glob("*.proto"))
+    served = sorted(name for service in SERVICES for name in stubs_of(service))
+    assert served == sorted(re.findall(r"^  rpc (\w+)\(", text, re.MULTILINE))
+    assert len(served) > 10
