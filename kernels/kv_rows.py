@@ -93,9 +93,9 @@ class PagedRows:
         )
         self._write = native.direct(
             "lg_kv_write",
-            ctypes.c_int,
+            ctypes.c_uint32,
             *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p),
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint32),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
         )
         self._kept = np.empty(0, np.uint8)
 
@@ -134,11 +134,10 @@ class PagedRows:
         seed: int,
         crc: int,
     ) -> bool:
-        """Lands `data` if its CRC32C behind `seed` is `crc`; returns whether. Every thread and
-        stream sees the rows then.
+        """Lands `data`; returns whether its CRC32C behind `seed` is `crc`. Every thread and stream
+        sees the rows then; where it is another, these rows of the pages hold anything.
 
-        What lands are the bytes that were checked, even of memory that others write meanwhile: all
-        but `bytes` objects, which nobody can, are copied first.
+        What lands are the bytes that were checked, even of memory that others write meanwhile.
 
         Raises:
             ValueError: as of `read`; nothing was written.
@@ -147,13 +146,12 @@ class PagedRows:
         if self._torch is not None:
             return self._torch.write(blocks, rows, dtype, data, seed, crc)
         kept = 0
-        if not isinstance(data.obj, bytes):
+        if dtype in QUANTIZED_DTYPES or dtype != self._layers[0].dtype:
             if len(self._kept) < data.nbytes:
                 self._kept = np.empty(data.nbytes, np.uint8)
             kept = self._kept.ctypes.data
         place = self._place(rows, dtype)
-        address = buffer_address(data)
-        return bool(self._write(place, self._table, used, address, kept, data.nbytes, seed, crc))
+        return bool(self._write(place, self._table, used, buffer_address(data), kept, seed) == crc)
 
     def _check(
         self, blocks: Sequence[int], rows: RowsPlace, dtype: torch.dtype, buffer: memoryview

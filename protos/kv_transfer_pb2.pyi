@@ -203,6 +203,7 @@ class KvRows(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    HEADER_CRC32C_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Fenced: must equal the ticket's."""
     attempt: _builtins.int
@@ -213,14 +214,17 @@ class KvRows(_message.Message):
     kv_head_start: _builtins.int
     num_kv_heads: _builtins.int
     crc32c: _builtins.int
-    """CRC32C over the fields sequence (uint32), epoch (uint64), attempt, layer_start, num_layers,
-    token_start, num_tokens, kv_head_start and num_kv_heads (int32), little-endian without gaps, and
-    then the rows' bytes. Checked before anything else is looked at.
-    """
+    """CRC32C over what header_crc32c covers, and then the rows' bytes."""
     data: _builtins.bytes
     slot: _builtins.int
     """Where they lie in the sender's memory; its own again when this frame is answered."""
     sequence: _builtins.int
+    header_crc32c: _builtins.int
+    """CRC32C over the fields sequence (uint32), epoch (uint64), attempt, layer_start, num_layers,
+    token_start, num_tokens, kv_head_start and num_kv_heads (int32), little-endian without gaps.
+    Checked before anything else is looked at: damaged rows are overwritten when they come again,
+    damaged places would not be.
+    """
     def __init__(
         self,
         *,
@@ -236,10 +240,11 @@ class KvRows(_message.Message):
         data: _builtins.bytes = ...,
         slot: _builtins.int = ...,
         sequence: _builtins.int = ...,
+        header_crc32c: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "rows", b"rows", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "crc32c", b"crc32c", "data", b"data", "epoch", b"epoch", "kv_head_start", b"kv_head_start", "layer_start", b"layer_start", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "rows", b"rows", "sequence", b"sequence", "slot", b"slot", "token_start", b"token_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "crc32c", b"crc32c", "data", b"data", "epoch", b"epoch", "header_crc32c", b"header_crc32c", "kv_head_start", b"kv_head_start", "layer_start", b"layer_start", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_tokens", b"num_tokens", "rows", b"rows", "sequence", b"sequence", "slot", b"slot", "token_start", b"token_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_rows: _TypeAlias = _typing.Literal["data", "slot"]  # noqa: Y015
     _WhichOneofArgType_rows: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015

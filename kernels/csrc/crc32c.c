@@ -86,18 +86,19 @@ __attribute__((target("avx512f,vpclmulqdq"))) static inline __m512i move_on(__m5
     return _mm512_ternarylogic_epi64(low, high, plus, 0x96);
 }
 
-/* Also copies to `to`, if that is not NULL, and fetches what lies at `ahead` meanwhile. */
+enum { CHECK, COPY, LAND };
+
+/* With COPY or LAND also copies to `to`, and fetches what lies at `ahead` meanwhile. */
 __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"), always_inline)) static inline uint32_t
-fold(uint32_t crc, const unsigned char *p, size_t size, char *to, const char *ahead) {
+fold(uint32_t crc, const unsigned char *p, size_t size, int what, char *to, const char *ahead) {
     const __m512i by = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)on_2048));
     __m512i x[4] = {_mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc))};
     for (size_t at = 0; at + 256 <= size; at += 256)
         for (int i = 0; i < 4; i++) {
             const __m512i next = _mm512_loadu_si512(p + at + 64 * i);
-            if (to != NULL) {
-                _mm512_storeu_si512(to + at + 64 * i, next);
-                __builtin_prefetch(ahead + at + 64 * i, 0, 2);
-            }
+            if (what == COPY) _mm512_storeu_si512(to + at + 64 * i, next);
+            if (what == LAND) _mm512_stream_si512((void *)(to + at + 64 * i), next);
+            if (what != CHECK) __builtin_prefetch(ahead + at + 64 * i, 0, 2);
             x[i] = at > 0 ? move_on(x[i], by, next) : _mm512_xor_si512(x[i], next);
         }
     const __m512i by_512 = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)on_512));
@@ -112,20 +113,26 @@ fold(uint32_t crc, const unsigned char *p, size_t size, char *to, const char *ah
     crc = (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(y));
     crc = (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(y, 1));
     const size_t done = size / 256 * 256;
-    if (to != NULL) memcpy(to + done, p + done, size - done);
-    return one_by_one(crc, p + done, size - done);
+    if (what == CHECK) return one_by_one(crc, p + done, size - done);
+    memcpy(to + done, p + done, size - done);
+    return one_by_one(crc, (const unsigned char *)to + done, size - done);
 }
 
 #define LEAST 512 /* bytes; fewer are not worth it */
 
 __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"))) static uint32_t
 by_product(uint32_t crc, const unsigned char *p, size_t size) {
-    return size < LEAST ? one_by_one(crc, p, size) : fold(crc, p, size, NULL, NULL);
+    return size < LEAST ? one_by_one(crc, p, size) : fold(crc, p, size, CHECK, NULL, NULL);
 }
 
 __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"))) static uint32_t
 copy_by_product(uint32_t crc, const unsigned char *p, size_t size, char *to, const char *ahead) {
-    return fold(crc, p, size, to, ahead);
+    return fold(crc, p, size, COPY, to, ahead);
+}
+
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul"))) static uint32_t
+land_by_product(uint32_t crc, const unsigned char *p, size_t size, char *to, const char *ahead) {
+    return fold(crc, p, size, LAND, to, ahead);
 }
 
 static void find_halves(uint64_t halves[2], int num_bits) {
@@ -181,6 +188,14 @@ uint32_t lg_crc32c_copy(uint32_t seed, char *to, const char *from, size_t size, 
     }
     memcpy(to + size / 64 * 64, from + size / 64 * 64, size % 64);
     return extend(best_way, seed, to, size);
+}
+
+uint32_t lg_crc32c_land(uint32_t seed, char *to, const char *from, size_t size, const char *ahead) {
+#if defined(__AVX512F__)
+    if (best_way == BY_PRODUCT && size >= LEAST && (uintptr_t)to % 64 == 0)
+        return ~land_by_product(~seed, (const unsigned char *)from, size, to, ahead);
+#endif
+    return lg_crc32c_copy(seed, to, from, size, ahead);
 }
 
 /* The best way has the highest number; the lower ones can be asked for too, by tests. */

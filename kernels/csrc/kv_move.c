@@ -11,6 +11,8 @@
 #define CACHE_LINE 64
 /* So much is moved at once, and converted before its checksum is taken: it is in the cache still. */
 #define PIECE_BYTES 16384
+/* Of a buffer that is read, so far ahead is fetched. */
+#define AHEAD_BYTES 2048
 
 typedef float any_float __attribute__((aligned(1))); /* a buffer may begin anywhere */
 
@@ -34,20 +36,6 @@ typedef void (*lg_kv_mover)(const char *from, const any_float *from_scale, char 
 
 LG_INLINE void fetch(const char *line, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(line + i, 0, 2);
-}
-
-/* To pages that nobody reads before the whole sequence is there: past the caches, which saves reading
- * what is overwritten (16 GB/s where ordinary stores came to 9). */
-LG_INLINE void land(char *to, const char *from, int64_t bytes) {
-    int64_t i = 0;
-#if defined(__AVX2__)
-    if ((uintptr_t)to % CACHE_LINE == 0)
-        for (; i + CACHE_LINE <= bytes; i += CACHE_LINE)
-            for (int half = 0; half < CACHE_LINE; half += 32)
-                _mm256_stream_si256((__m256i *)(to + i + half),
-                                    _mm256_loadu_si256((const __m256i *)(from + i + half)));
-#endif
-    memcpy(to + i, from + i, (size_t)(bytes - i));
 }
 
 LG_INLINE void convert(int from_dtype, int to_dtype, const char *from,
@@ -134,42 +122,51 @@ static void find_rows(const lg_kv_range *range, const lg_kv_layer *layers, const
     if (piece->scale != NULL) piece->scale += place;
 }
 
-/* With `gather` to the buffer; returns its checksum then. `blocks`: those of the range's tokens, the
- * one with the first of them first. */
+/* `blocks`: those of the range's tokens, the one with the first of them first. Gathers to the buffer,
+ * or lands what it holds; returns its checksum behind that of `crc`. What lands are the bytes that
+ * were checked, whoever writes the buffer meanwhile: where they are not copied at once, by way of
+ * `kept`, which has room for the whole buffer. */
 LG_INLINE uint32_t move_all(const lg_kv_range *range, const lg_kv_layer *layers,
-                            const int64_t *blocks, char *buffer, uint32_t crc, int gather) {
+                            const int64_t *blocks, char *buffer, char *kept, uint32_t crc,
+                            int gather) {
     const int wire_dtype = (int)range->wire_dtype, page_dtype = (int)range->page_dtype;
     const int quantized = wire_dtype == LG_KV_INT8 || wire_dtype == LG_KV_FP8;
+    const int same = page_dtype == wire_dtype;
     const int64_t width = range->head_dim, head_bytes = width * lg_kv_bytes(wire_dtype);
+    const int64_t page_bytes = width * lg_kv_bytes(page_dtype);
     const int64_t row_bytes = range->num_heads * head_bytes;
     const int64_t first = range->token_start % range->block_size, end = first + range->num_tokens;
     /* Rows lie one behind the other where all of their heads are wanted. */
     const int64_t most = range->num_heads == range->kv_heads ? PIECE_BYTES / row_bytes + 1 : 1;
     const lg_kv_mover mover =
         gather ? movers[page_dtype][wire_dtype] : movers[wire_dtype][page_dtype];
-    char *rows = buffer;
+    const int64_t num_rows = range->num_layers * 2 * range->num_tokens;
+    const int64_t scales_bytes =
+        quantized ? num_rows * range->num_heads * (int64_t)sizeof(float) : 0;
+    char *rows = buffer, *const scales_start = buffer + num_rows * row_bytes;
     const char *checked = buffer;
-    char *const scales_start = buffer + range->num_layers * 2 * range->num_tokens * row_bytes;
-    any_float *scales = (any_float *)scales_start;
+    char *const kept_rows = kept + scales_bytes;
+    if (!gather) memcpy(kept, scales_start, (size_t)scales_bytes);
+    any_float *scales = (any_float *)(gather ? scales_start : kept);
     lg_kv_piece now = {.token = first};
     find_rows(range, layers, blocks, most, &now);
     while (now.strip < 2 * range->num_layers) {
-        const int64_t heads = now.tokens * range->num_heads;
+        const int64_t heads = now.tokens * range->num_heads, bytes = heads * head_bytes;
         lg_kv_piece next = {.strip = now.strip, .token = now.token + now.tokens, .page = now.page};
         if (next.token == end) next.strip++, next.token = first;
         if (next.strip < 2 * range->num_layers) find_rows(range, layers, blocks, most, &next);
-        const int64_t bytes = heads * head_bytes, page_bytes = width * lg_kv_bytes(page_dtype);
-        if (page_dtype != wire_dtype && gather) {
-            mover(now.page, now.scale, rows, scales, heads, width, next.page, page_bytes);
-        } else if (page_dtype != wire_dtype) {
-            mover(rows, scales, now.page, now.scale, heads, width, next.page, page_bytes);
-        } else if (gather) {
+        if (gather && same) {
             crc = lg_crc32c_copy(crc, rows, now.page, (size_t)bytes, next.page);
             checked = rows + bytes;
             if (quantized) memcpy(scales, now.scale, (size_t)heads * sizeof(float));
-        } else {
-            land(now.page, rows, bytes);
+        } else if (gather) {
+            mover(now.page, now.scale, rows, scales, heads, width, next.page, page_bytes);
+        } else if (same) {
+            crc = lg_crc32c_land(crc, now.page, rows, (size_t)bytes, rows + AHEAD_BYTES);
             if (quantized) memcpy(now.scale, scales, (size_t)heads * sizeof(float));
+        } else {
+            crc = lg_crc32c_copy(crc, kept_rows, rows, (size_t)bytes, rows + AHEAD_BYTES);
+            mover(kept_rows, scales, now.page, now.scale, heads, width, next.page, page_bytes);
         }
         rows += bytes;
         scales += heads;
@@ -179,34 +176,24 @@ LG_INLINE uint32_t move_all(const lg_kv_range *range, const lg_kv_layer *layers,
         }
         now = next;
     }
-    if (!gather) {
+    if (gather)
+        return lg_crc32c_extend(crc, checked, (size_t)(scales_start + scales_bytes - checked));
 #if defined(__AVX2__)
-        _mm_sfence();
+    _mm_sfence();
 #endif
-        return 0;
-    }
-    const char *buffer_end = quantized ? (const char *)scales : scales_start;
-    return lg_crc32c_extend(crc, checked, (size_t)(buffer_end - checked));
+    return lg_crc32c_extend(crc, kept, (size_t)scales_bytes);
 }
 
 /* Fills `out`; returns its checksum behind that of `crc`. */
 LG_API uint32_t lg_kv_read(const lg_kv_range *range, const lg_kv_layer *layers,
                            const int64_t *blocks, char *out, uint32_t crc) {
-    return move_all(range, layers, blocks, out, crc, 1);
+    return move_all(range, layers, blocks, out, NULL, crc, 1);
 }
 
-/* Lands `data` in the pages if `expected` is its checksum behind that of `crc`; returns whether.
- * With `kept`, memory for `size` bytes, what is checked and landed is a copy there: `data` may
- * change meanwhile. */
-LG_API int lg_kv_write(const lg_kv_range *range, const lg_kv_layer *layers, const int64_t *blocks,
-                       char *data, char *kept, int64_t size, uint32_t crc, uint32_t expected) {
-    if (kept == NULL) {
-        crc = lg_crc32c_extend(crc, data, (size_t)size);
-    } else {
-        crc = lg_crc32c_copy(crc, kept, data, (size_t)size, data + 32 * CACHE_LINE);
-        data = kept;
-    }
-    if (crc != expected) return 0;
-    move_all(range, layers, blocks, data, 0, 0);
-    return 1;
+/* Lands `data`; returns its checksum behind that of `crc`. Where that is not what it should be, the
+ * rows are to land once more. `kept`: memory of as many bytes, or NULL where the pages have the
+ * wire's dtype and it has no scales. */
+LG_API uint32_t lg_kv_write(const lg_kv_range *range, const lg_kv_layer *layers,
+                            const int64_t *blocks, char *data, char *kept, uint32_t crc) {
+    return move_all(range, layers, blocks, data, kept, crc, 0);
 }

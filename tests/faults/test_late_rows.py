@@ -68,10 +68,11 @@ class RawLink:
         sent.CopyFrom(header)
         sent.sequence = self._sequence
         sent.ClearField("crc32c")
+        sent.header_crc32c = header_checksum(sent)
         prefix = RowsPrefix.of(sent, len(data))
         message = bytearray(prefix.num_bytes)
         message[len(prefix.head) :] = data
-        prefix.write(memoryview(message), google_crc32c.extend(header_checksum(sent), data))
+        prefix.write(memoryview(message), google_crc32c.extend(sent.header_crc32c, data))
         await self._call.write(bytes(message))
         return (await self._answer()).receipt
 

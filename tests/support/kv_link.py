@@ -142,7 +142,8 @@ class Link:
         for name, value in (before or {}).items():
             setattr(header, name, value)
         data = rows.bytes_of(kv) if data is None else data
-        crc = google_crc32c.extend(header_checksum(header), data) ^ wrong_crc
+        header.header_crc32c = header_checksum(header)
+        crc = google_crc32c.extend(header.header_crc32c, data) ^ wrong_crc
         for name, value in (after or {}).items():
             setattr(header, name, value)
         if damage is not None:
@@ -236,8 +237,6 @@ class FakePager:
     ) -> None:
         def move() -> None:
             assert self.go.wait(WAIT_S), "the test forgot to let the pager go"
-            if google_crc32c.extend(seed, bytes(data)) != crc:
-                raise DamagedChunkError
             size = (rows.num_layers, 2, rows.num_tokens, rows.num_heads, HEAD_DIM)
             part = torch.frombuffer(bytearray(data), dtype=torch.float32).view(size)
             heads = slice(rows.head_start, rows.head_start + rows.num_heads)
@@ -246,6 +245,8 @@ class FakePager:
                     slot = blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
                     layers = slice(rows.layer_start, rows.layer_end)
                     self.pages[layers, :, slot, heads] = part[:, :, place]
+            if google_crc32c.extend(seed, bytes(data)) != crc:
+                raise DamagedChunkError  # it has landed all the same
 
         self.num_begun += 1
         moving = asyncio.get_running_loop().run_in_executor(self._executor, move)

@@ -309,7 +309,8 @@ class LinkReceiver:
         else:
             assert memory is not None
             data = bytes(memory.slot(header.slot)[: seen.num_bytes])
-        assert google_crc32c.extend(header_checksum(header), data) == header.crc32c
+        assert header_checksum(header) == header.header_crc32c
+        assert google_crc32c.extend(header.header_crc32c, data) == header.crc32c
         shape = (header.num_layers, 2, header.num_tokens, header.num_kv_heads, HEAD_DIM)
         layers = slice(header.layer_start, header.layer_start + header.num_layers)
         tokens = slice(header.token_start, header.token_start + header.num_tokens)

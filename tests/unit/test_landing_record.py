@@ -27,19 +27,22 @@ def ranges(draw: st.DrawFn) -> RowRange:
     )
 
 
-@given(st.lists(ranges(), max_size=30))
+@given(st.lists(st.tuples(ranges(), st.sampled_from([True, True, False])), max_size=30))
 @settings(max_examples=300, deadline=None)
-def test_it_knows_what_is_there(added: list[RowRange]) -> None:
+def test_it_knows_what_is_there(changes: list[tuple[RowRange, bool]]) -> None:
     record = LandingRecord(LAYERS, HEADS, REUSED, TOKENS)
     flags = torch.zeros(LAYERS, TOKENS, HEADS, dtype=torch.bool)
     flags[:, :REUSED] = True
-    for rows in added:
-        record.add(rows)
+    for rows, is_there in changes:
+        if is_there:
+            record.add(rows)
+        else:
+            record.remove(rows)
         flags[
             rows.layer_start : rows.layer_end,
             rows.token_start : rows.token_end,
             rows.head_start : rows.head_start + rows.num_heads,
-        ] = True
+        ] = is_there
         whole = flags.all(2)
         landed = [
             next((t for t in range(TOKENS) if not layer[t]), TOKENS) for layer in whole.tolist()

@@ -91,7 +91,7 @@ async def test_frames_may_follow_without_waiting_for_answers() -> None:
 
 
 @pytest.mark.parametrize("spoiled", [{"damage": 7}, {"damage": 255}, {"wrong_crc": True}])
-async def test_damaged_rows_are_asked_for_again_and_touch_nothing(
+async def test_damaged_rows_are_asked_for_again_and_touch_no_others(
     spoiled: dict[str, Any],
 ) -> None:
     async with running_receiver() as rig:
@@ -99,13 +99,44 @@ async def test_damaged_rows_are_asked_for_again_and_touch_nothing(
         message = rig.message(ticket)
         link = await rig.greeted()
         await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES[1:]))
+        before = rig.pager.pages.clone()
         for _ in range(3):
             receipt = await link.ask(link.rows_bytes(message, PIECES[0], KV, **spoiled))
             assert (receipt.status, receipt.sequence) == (RESEND, link.sequence)
-        assert not rig.pager.pages.any()
+        touched = rig.landed(ticket)[slice(*PIECES[0].layers), :, slice(*PIECES[0].tokens)]
         assert rig.counters.chunks_refused == 3
-        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        assert torch.count_nonzero(rig.pager.pages - before) == torch.count_nonzero(touched)
+        await link.ok(link.rows_bytes(message, PIECES[0], KV))
         await link.ok(link.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        rig.room.book.close(ticket)
+
+
+async def test_rows_that_landed_and_come_damaged_then_are_there_no_more() -> None:
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES))
+        receipt = await link.ask(link.rows_bytes(message, PIECES[1], KV, damage=7))
+        assert receipt.status == RESEND
+        # Not even while they are written: this end comes before that is known.
+        rig.pager.go.clear()
+        await link.write(link.rows_bytes(message, PIECES[0], KV, damage=7))
+        await rig.until(lambda: rig.pager.num_begun == len(PIECES) + 2)
+        other = await rig.greeted()
+        receipt = await other.ask(other.open_bytes(message, TOKENS))
+        assert list(receipt.landed_tokens) == [0, 0, TOKENS]
+        receipt = await other.ask(other.close_bytes(message, ALL_ROWS))
+        assert receipt.status == REFUSED
+        assert "has not landed" in receipt.reason
+        rig.pager.go.set()
+        third = await rig.greeted()
+        await third.ok(third.open_bytes(message, TOKENS))
+        await third.ok(*(third.rows_bytes(message, rows, KV) for rows in PIECES[:2]))
+        await third.ok(third.close_bytes(message, ALL_ROWS))
         assert torch.equal(rig.landed(ticket), KV)
         rig.room.book.close(ticket)
 

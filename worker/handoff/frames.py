@@ -20,12 +20,12 @@ _CRC_BYTES = 4
 MAX_PLAIN_BYTES = 64 << 10
 # Fields of a rows frame that are walked over one by one; the message has 12.
 _MAX_FIELDS = 32
-# sequence, epoch, attempt, layers, tokens, KV heads: what the checksum covers besides the rows.
+# sequence, epoch, attempt, layers, tokens, KV heads.
 _CHECKED = struct.Struct("<IQ7i")
 
 
 def header_checksum(header: KvRows) -> int:
-    """CRC32C of the header's fields, to be extended over the rows' bytes."""
+    """`header_crc32c` of the other fields. To be extended over the rows' bytes: `crc32c`."""
     fields = _CHECKED.pack(
         header.sequence,
         header.epoch,
@@ -58,7 +58,7 @@ class RowsPrefix:
 
     @classmethod
     def of(cls, header: KvRows, num_data_bytes: int) -> RowsPrefix:
-        """`header` has neither checksum nor rows."""
+        """`header` has neither `crc32c` nor rows."""
         fields = header.SerializeToString()
         data = _ROWS_DATA + _varint(num_data_bytes)
         size = len(fields) + len(_ROWS_CRC32C) + _CRC_BYTES + len(data) + num_data_bytes

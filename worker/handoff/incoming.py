@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from legato.kernels.crc32c import crc32c
 from legato.protos.kv_transfer_pb2 import KvReceipt, KvRows
-from legato.worker.handoff.frames import header_checksum
 from legato.worker.handoff.tickets import TicketState
 from legato.worker.kv.block_lease import LeaseReleasedError
 from legato.worker.kv.pager import DamagedChunkError
@@ -91,17 +90,20 @@ class IncomingTransfer:
         return receipt
 
     async def land(self, header: KvRows, data: memoryview) -> KvReceipt:
-        """Rows; raises RefusedError, and then the transfer is over."""
-        try:
-            rows = self._check_rows(header, len(data))
-        except RefusedError:
-            if await is_damaged(header, data):  # then nothing that it says counts
+        """Rows, of a header that is not damaged; raises RefusedError, and then the transfer is
+        over.
+        """
+        rows = self._check_rows(header)
+        seed, expected = header.header_crc32c, self._pager.wire.num_bytes(rows)
+        if len(data) != expected:
+            if crc32c(data, seed) != header.crc32c:
                 return self._damaged(header)
-            raise
+            raise RefusedError(f"rows: data has {len(data)} bytes, such rows have {expected}")
         lease, record = self.ticket.lease, self._landing.record
         assert lease is not None
+        record.remove(rows)
         try:
-            await self._pager.write(lease, rows, data, header_checksum(header), header.crc32c)
+            await self._pager.write(lease, rows, data, seed, header.crc32c)
         except LeaseReleasedError:
             raise RefusedError("rows: the request ended, its blocks are gone") from None
         except DamagedChunkError:
@@ -166,7 +168,7 @@ class IncomingTransfer:
                 f"begun to send it",
             )
 
-    def _check_rows(self, header: KvRows, num_data_bytes: int) -> RowRange:
+    def _check_rows(self, header: KvRows) -> RowRange:
         self._check_current("rows", header.attempt)
         if not self._lands:
             raise RefusedError("rows: the KV is complete")
@@ -188,9 +190,6 @@ class IncomingTransfer:
                 f"rows: {rows.num_heads} KV heads from {rows.head_start} on, "
                 f"limit [0, {self._num_heads})"
             )
-        expected = self._pager.wire.num_bytes(rows)
-        if num_data_bytes != expected:
-            raise RefusedError(f"rows: data has {num_data_bytes} bytes, such rows have {expected}")
         return rows
 
     def _check_current(self, message: str, attempt: int) -> None:
@@ -244,19 +243,3 @@ def row_range(header: KvRows) -> RowRange | None:
         head_start=header.kv_head_start,
         num_heads=header.num_kv_heads,
     )
-
-
-async def is_damaged(header: KvRows, data: memoryview) -> bool:
-    """Whether the checksum is not that of the header and the rows; of those that go no further.
-    Cancelled, it returns when nobody reads `data` any more.
-    """
-
-    def differs() -> bool:
-        return crc32c(data, header_checksum(header)) != header.crc32c
-
-    checking = asyncio.ensure_future(asyncio.to_thread(differs))
-    try:
-        return await asyncio.shield(checking)
-    except asyncio.CancelledError:
-        await asyncio.wait((checking,))
-        raise

@@ -6,6 +6,8 @@ from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from legato.worker.kv.row_range import RowRange
 
 
@@ -22,6 +24,15 @@ class _Spans:
         # An odd place is inside a span, which then begins or ends there instead.
         new_start = [start] if left % 2 == 0 else []
         new_end = [end] if right % 2 == 0 else []
+        self._edges[left:right] = new_start + new_end
+
+    def remove(self, start: int, end: int) -> None:
+        """All of [start, end)."""
+        left = bisect_left(self._edges, start)
+        right = bisect_right(self._edges, end)
+        # An odd place is inside a span, which then ends or begins there instead.
+        new_start = [start] if left % 2 else []
+        new_end = [end] if right % 2 else []
         self._edges[left:right] = new_start + new_end
 
     def first_missing(self, start: int) -> int:
@@ -54,14 +65,14 @@ class LandingRecord:
         return self.num_layers * (self.num_tokens - self.num_reused)
 
     def add(self, rows: RowRange) -> None:
-        """Notes a rectangle, which lies within the record's bounds."""
-        head_end = rows.head_start + rows.num_heads
-        self._split(rows.head_start)
-        self._split(head_end)
-        for head, layers in self._groups.items():
-            if rows.head_start <= head < head_end:
-                for layer in range(rows.layer_start, rows.layer_end):
-                    layers[layer].add(rows.token_start, rows.token_end)
+        """A rectangle, which lies within the record's bounds, has landed."""
+        for spans in self._spans(rows):
+            spans.add(rows.token_start, rows.token_end)
+
+    def remove(self, rows: RowRange) -> None:
+        """Such a rectangle is being written: it is not there, whether or not it was."""
+        for spans in self._spans(rows):
+            spans.remove(rows.token_start, rows.token_end)
 
     def landed_tokens(self) -> list[int]:
         """For each layer, how many first tokens are there with all heads."""
@@ -76,6 +87,14 @@ class LandingRecord:
             if token < self.num_tokens:
                 return layer, token
         return None
+
+    def _spans(self, rows: RowRange) -> Iterator[_Spans]:
+        head_end = rows.head_start + rows.num_heads
+        self._split(rows.head_start)
+        self._split(head_end)
+        for head, layers in self._groups.items():
+            if rows.head_start <= head < head_end:
+                yield from layers[rows.layer_start : rows.layer_end]
 
     def _split(self, head: int) -> None:
         """From now on a group begins with that head."""

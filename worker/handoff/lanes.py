@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from legato.protos.kv_transfer_pb2 import KvFrame, KvRows
-from legato.worker.handoff.frames import RowsPrefix, header_checksum
+from legato.protos.kv_transfer_pb2 import KvFrame
+from legato.worker.handoff.frames import RowsPrefix
 from legato.worker.handoff.message_buffer import message_buffer
 from legato.worker.handoff.shared_memory import release
 from legato.worker.handoff.window import Window
@@ -14,6 +14,7 @@ from legato.worker.handoff.window import Window
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from legato.protos.kv_transfer_pb2 import KvRows
     from legato.worker.handoff.shared_memory import SenderMemory
     from legato.worker.handoff.transfer_counters import TransferCounters
 
@@ -60,7 +61,7 @@ class Lane(Protocol):
 
     async def pack(self, header: KvRows, num_bytes: int, fill: Fill) -> tuple[bytes, Packed]:
         """An encoded KvFrame with the rows that `fill` gives; raises what it raises, and holds
-        nothing then. `header` has neither checksum nor rows. The caller keeps the bounds.
+        nothing then. `header` has neither `crc32c` nor rows. The caller keeps the bounds.
         """
 
     def free(self, packed: Packed) -> None:
@@ -95,7 +96,7 @@ class GrpcLane:
         """See `Lane.pack`."""
         prefix = RowsPrefix.of(header, num_bytes)
         message, view = message_buffer(prefix.num_bytes)
-        crc = await fill(view[len(prefix.head) :], header_checksum(header))
+        crc = await fill(view[len(prefix.head) :], header.header_crc32c)
         prefix.write(view, crc)
         return message, Packed(num_bytes)
 
@@ -128,16 +129,14 @@ class MemoryLane:
         slot = self._free.pop()
         view = self._memory.slot(slot)[:num_bytes]
         try:
-            crc = await fill(view, header_checksum(header))
+            crc = await fill(view, header.header_crc32c)
         except BaseException:
             self._free.append(slot)
             raise
         finally:
             release(view)
-        rows = KvRows()
-        rows.CopyFrom(header)
-        rows.crc32c, rows.slot = crc, slot
-        return KvFrame(rows=rows).SerializeToString(), Packed(num_bytes, slot)
+        header.crc32c, header.slot = crc, slot
+        return KvFrame(rows=header).SerializeToString(), Packed(num_bytes, slot)
 
     def free(self, packed: Packed) -> None:
         """See `Lane.free`."""

@@ -20,11 +20,10 @@ from legato.protos.kv_transfer_pb2 import (
     KvWelcome,
 )
 from legato.protos.printable import printable
-from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, read_frame
+from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, header_checksum, read_frame
 from legato.worker.handoff.incoming import (
     LEASE_S,
     RefusedError,
-    is_damaged,
     name_rows,
     row_range,
 )
@@ -300,8 +299,8 @@ class LinkSession:
     async def _land(
         self, transfer: IncomingTransfer | None, header: KvRows, data: memoryview | None
     ) -> KvReceipt:
-        if data is None or (transfer is None and await is_damaged(header, data)):
-            # Where no transfer is named that is open: it cannot be told whose they are.
+        if data is None or header_checksum(header) != header.header_crc32c:
+            # Nothing that it says counts: it cannot be told whose they are.
             self._receiver.counters.chunks_refused += 1
             receipt = KvReceipt(
                 epoch=header.epoch, attempt=header.attempt, status=KvReceipt.STATUS_RESEND

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.protos.kv_transfer_pb2 import KvRows
+from legato.worker.handoff.frames import header_checksum
 from legato.worker.handoff.transfer import Control, HandoffError, Piece, Stage
 from legato.worker.handoff.turns import Turns
 from legato.worker.kv.block_lease import LeaseReleasedError
@@ -177,6 +178,7 @@ class Outgoing:
             num_kv_heads=rows.num_heads,
             sequence=self._sequence,
         )
+        header.header_crc32c = header_checksum(header)
         after = progress.after(rows.layer_end - 1)
 
         async def fill(into: memoryview, seed: int) -> int:

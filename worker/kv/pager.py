@@ -80,13 +80,13 @@ class KvPager:
     async def write(
         self, lease: BlockLease, rows: RowRange, data: memoryview, seed: int, crc: int
     ) -> None:
-        """Lands `data` in the pages if its CRC32C, extended from `seed`, is `crc`.
+        """Lands `data` in the pages, and checks whether its CRC32C, extended from `seed`, is `crc`.
 
         The bytes that land are those that were checked, even where `data` is memory that another
         process writes meanwhile.
 
         Raises:
-            DamagedChunkError: the checksum is wrong; nothing was written.
+            DamagedChunkError: the checksum is wrong; these rows hold anything now.
             LeaseReleasedError: the request is over; nothing was written.
             ValueError: as of `read`; nothing was written.
         """
