@@ -56,7 +56,7 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
         (
             "KV handed over",
             _bytes(times.kv_bytes_handed_over),
-            "prefill → decode, over gRPC" if times.kv_bytes_handed_over else "",
+            "prefill → decode" if times.kv_bytes_handed_over else "",
         ),
     ]
     return rows
