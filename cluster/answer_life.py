@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from legato.cluster.request import RequestSpec
     from legato.cluster.timings import Phase, PhaseClock
     from legato.cluster.worker_calls import PathFailedError
+    from legato.cluster.worker_view import WorkerView
     from legato.protos import worker_pb2
 
     Send = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
@@ -83,6 +84,15 @@ class AnswerLife:
         if reason == common_pb2.FINISH_REASON_STOP and self.answer.token_ids:
             return delta, Ending(reason, self.token_text(self.answer.token_ids[-1]))
         return delta, Ending(reason)
+
+    def was_out_of_reach(self, lost: WorkerView) -> bool:
+        """Whether its KV did not get to that worker before; now it is known why."""
+        others = tuple(error for error in self.failed_paths if error.view is not lost)
+        was = len(others) < len(self.failed_paths)
+        self.failed_paths = others
+        if not others:
+            self.no_way_since_s = None
+        return was
 
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""

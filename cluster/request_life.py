@@ -92,7 +92,11 @@ class RequestLife:
         else:
             self._note_worker(error, answers)
         for answer in answers:
-            answer.failures += isinstance(error, WorkerFailedError | PathFailedError)
+            if isinstance(error, PathFailedError):
+                answer.failures += 1
+            elif isinstance(error, WorkerFailedError):
+                # One loss counts once, also where it was met first as KV that did not get there.
+                answer.failures += not answer.was_out_of_reach(error.view)
             answer.refusals += isinstance(error, RefusedError)
             if max(answer.failures, answer.refusals) >= self.max_attempts:
                 raise unavailable(

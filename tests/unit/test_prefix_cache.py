@@ -95,12 +95,12 @@ async def test_cached_blocks_make_room_and_answers_stay_right() -> None:
         for turn in range(40):
             prompt = prompt_of(5 + turn * 7 % 30, salt=turn // 2 % 5)
             hits += await ask(pair, prompt)
+        await pair.until_idle()
         load = pair.p.load()
         assert hits == load.prefix_blocks_hit * BLOCK > 0
         assert load.prefix_blocks_evicted > 20
         assert load.prefix_blocks_asked > load.prefix_blocks_hit
         assert load.cached_blocks <= load.free_blocks == load.total_blocks == 9
-        await pair.until_idle()
 
 
 async def test_prompts_that_run_at_once_share_blocks_and_any_may_end_first() -> None:

@@ -136,6 +136,24 @@ async def test_losses_on_the_way_are_bounded_by_max_attempts() -> None:
         await service.settle()
 
 
+async def test_a_loss_that_was_met_first_on_the_way_counts_once() -> None:
+    prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
+    prefill.prefill_s = 0.3
+    prefill.faults.cut_handoffs = 1
+    async with Service([prefill], [decode], max_attempts=2) as service:
+        reading = asyncio.create_task(collect(service, ask("hello", 10)))
+        await until(lambda: bool(decode.reserves))
+        decode.faults.refuse_reserves = 1
+        decode.faults.refusal_code = grpc.StatusCode.UNAVAILABLE
+        await until(lambda: len(decode.reserves) == 2)
+        replacement = FakeWorker("decode")
+        service.decodes.append(replacement)
+        await service.router.set_workers([*service.endpoints, await replacement.start()])
+        check_moved_once(await reading, prefill, "hello", 10)
+        assert len(replacement.starts) == 1
+        await service.settle()
+
+
 async def test_kv_that_was_not_kept_long_enough_is_computed_again() -> None:
     prefill, decodes = FakeWorker("prefill"), [FakeWorker("decode")]
     prefill.keep_s = 0.2
