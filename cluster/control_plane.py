@@ -24,7 +24,7 @@ class WorkerEndpoint:
 
 
 class ControlPlane(Protocol):
-    """What the router asks of the controller. Implemented over Ray in `cluster/actors.py`."""
+    """What the router asks of the controller. `ControlCalls` is over Ray."""
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
         """Targets and workers of both pools; the router adds each worker's load."""

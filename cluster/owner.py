@@ -25,7 +25,7 @@ from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 if TYPE_CHECKING:
     from types import FrameType
 
-    from legato.cluster.actors import RayService
+    from legato.cluster.actors.service import RayService
     from legato.cluster.config import ServiceConfig
 
 POLL_S = 0.1
@@ -87,7 +87,9 @@ class Owner:
         ray_address = self._ray_address()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
-        from legato.cluster.actors import RayService, RouterPlan, WorkerPlan, resolve_model_path
+        from legato.cluster.actors.model_path import resolve_model_path
+        from legato.cluster.actors.plans import RouterPlan, WorkerPlan
+        from legato.cluster.actors.service import RayService
 
         try:
             model_path = resolve_model_path(config.model)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from legato.cluster.actors import WorkerActor, WorkerPlan, worker_config
+from legato.cluster.actors.plans import WorkerPlan
+from legato.cluster.actors.worker_actor import WorkerActor, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.placement import ClusterFacts, place
 from legato.worker.config import WorkerConfig

@@ -1,0 +1,91 @@
+"""ControllerActor: the controller in a process of its own, driven by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from legato.cluster.actors.launcher import RayLauncher
+from legato.cluster.controller import Controller
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from legato.cluster.actors.plans import WorkerPlan
+    from legato.cluster.control_plane import Role, WorkerEndpoint
+    from legato.cluster.pool import ControllerOptions
+
+PUBLISH_TIMEOUT_S = 60.0  # the router may still be reading its tokenizer
+STEP_PERIOD_S = 0.2
+
+
+class ControllerActor:
+    """Hosts the Controller, and drives it by the clock."""
+
+    def __init__(
+        self, plan: WorkerPlan, targets: Mapping[Role, int], options: ControllerOptions
+    ) -> None:
+        self._launcher = RayLauncher(plan)
+        self._controller = Controller(self._launcher, self._note_change, targets, options)
+        self._launcher.controller = self._controller
+        self._snapshot: tuple[WorkerEndpoint, ...] = ()
+        self._changed = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._drain_timeout_s = 0.0
+
+    async def run(self, router: Any) -> None:  # noqa: ANN401  # an actor handle has no static type
+        """Reconciles until the actor ends. If it ever fails, the service ends."""
+        publisher = asyncio.create_task(self._publish(router))
+        shortage_s = time.monotonic() + 1
+        while not publisher.done():
+            now_s = time.monotonic()
+            self._controller.step(now_s)
+            if now_s >= shortage_s:
+                await self._launcher.look_for_shortage()
+                shortage_s = time.monotonic() + 1
+            await asyncio.sleep(STEP_PERIOD_S)
+        publisher.result()
+
+    async def pools(self) -> list[bytes]:
+        """Of both pools, as messages: their wire form is stable, their Python form is not."""
+        return [pool.SerializeToString() for pool in self._controller.pools(time.monotonic())]
+
+    async def scale(self, targets: Mapping[Role, int]) -> dict[Role, int]:
+        """See Controller.set_targets."""
+        return self._controller.set_targets(targets, time.monotonic())
+
+    async def report_lost(self, worker_id: str, reason: str) -> None:
+        """See Controller.report_lost."""
+        self._controller.report_lost(worker_id, reason, time.monotonic())
+
+    async def shutdown(self, drain_timeout_s: float) -> None:
+        """Lets the owner know; it does the rest."""
+        self._controller.close()
+        self._drain_timeout_s = drain_timeout_s
+        self._ending.set()
+
+    async def shutdown_asked(self) -> float:
+        """Returns when somebody asked for the end: the seconds given to running requests."""
+        await self._ending.wait()
+        return self._drain_timeout_s
+
+    async def hopeless(self) -> str:
+        """See Controller.hopeless."""
+        return self._controller.hopeless()
+
+    async def stop_workers(self, grace_s: float) -> None:
+        """Ends every worker and starts no other."""
+        self._controller.close()
+        await self._launcher.stop_all(grace_s)
+
+    def _note_change(self, endpoints: tuple[WorkerEndpoint, ...]) -> None:
+        self._snapshot = endpoints
+        self._changed.set()
+
+    async def _publish(self, router: Any) -> None:  # noqa: ANN401  # an actor handle has no static type
+        # One call at a time, always the newest list: calls to an async actor may overtake.
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await asyncio.wait_for(router.set_workers.remote(self._snapshot), PUBLISH_TIMEOUT_S)

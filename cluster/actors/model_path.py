@@ -1,0 +1,16 @@
+"""resolve_model_path: for the owner, which imports nothing of a worker's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def resolve_model_path(source: str) -> Path:
+    """The folder or file of a model, downloaded if need be; ValueError or OSError if it is none."""
+    from legato.worker.weights.source import resolve_model
+
+    path: Path = resolve_model(source)
+    return path

@@ -1,0 +1,35 @@
+"""Plans: what the actors are told of the service that they are part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from legato.cluster.config import EngineOptions, RouterOptions
+    from legato.cluster.control_plane import Role
+    from legato.cluster.placement import WorkerPlacement
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything the controller needs to start any worker of the service."""
+
+    model: str
+    engines: Mapping[Role, EngineOptions]
+    placement: WorkerPlacement
+    spread: bool  # over the nodes of a joined cluster
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """Everything the router actor needs."""
+
+    options: RouterOptions
+    model_path: str
+    model_name: str
+    version: str
+    owner_pid: int
+    owner_host: str

@@ -1,0 +1,109 @@
+"""WorkerActor: one worker in a process that Ray has placed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+
+from legato.cluster.actors.worker_process import WorkerProcess
+from legato.cluster.controller import StartedWorker
+
+if TYPE_CHECKING:
+    from legato.cluster.actors.plans import WorkerPlan
+    from legato.cluster.control_plane import Role
+    from legato.worker.config import WorkerConfig
+
+
+def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
+    """What one worker is told, on the machine where it runs."""
+    from legato.worker.config import WorkerConfig
+
+    engine, place = plan.engines[role], plan.placement
+    fraction = engine.kv_memory_fraction
+    return WorkerConfig(
+        model=plan.model,
+        role=role,
+        host=place.host or _node_address(),
+        device=place.device,
+        dtype=engine.dtype,
+        kv_cache=engine.kv_cache,
+        kv_lane=engine.kv_lane,
+        kv_wire=engine.kv_wire,
+        deterministic=engine.deterministic,
+        weights=engine.weights,
+        kv_memory_bytes=engine.kv_memory_bytes,
+        kv_memory_fraction=None if fraction is None else fraction / place.sharers,
+        swap_memory_bytes=engine.swap_memory_bytes,
+        admission=engine.admission,
+        admission_risk=engine.admission_risk,
+        block_size=engine.block_size,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache=engine.prefix_cache,
+        max_batch_size=engine.max_batch_size,
+        context_length=engine.context_length,
+        num_threads=place.num_threads,
+    )
+
+
+class WorkerActor:
+    """Hosts one WorkerServer in the actor's event loop."""
+
+    def __init__(self) -> None:
+        self._server: Any = None
+        self._loading = ""
+        self._measures = False
+
+    async def placed(self) -> WorkerProcess:
+        """Answers as soon as Ray has found a place."""
+        me = psutil.Process()
+        return WorkerProcess(ray.get_runtime_context().get_node_id(), me.pid, me.create_time())
+
+    async def start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
+        """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
+        # Here, not above: the router's and the controller's processes need no torch.
+        from legato.worker.server import WorkerServer
+        from legato.worker.spare_memory import keep_objects
+
+        # For what workers say at their start, in Ray's folder of logs.
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("legato").setLevel(logging.INFO)
+        config = worker_config(role, plan)
+        server = WorkerServer(config, on_progress=partial(self._note_progress, config))
+        address = await server.start()
+        keep_objects()
+        self._server = server
+        return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
+
+    async def loading(self) -> str:
+        """How far the start has come, in words; empty before weights are read."""
+        return self._loading
+
+    def _note_progress(self, config: WorkerConfig, num_read: int, num_tensors: int) -> None:
+        self._loading = f"weights {10 * (10 * num_read // num_tensors)} %"
+        if config.kv_memory_fraction is not None and num_read == num_tensors:  # may take long
+            self._loading = "measuring what a step takes"
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work; returns when there is none left, or at the timeout."""
+        await self._server.drain(timeout_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the server; the process ends with the actor."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def watch(self) -> None:
+        """Never returns: the call fails at the moment when the process ends."""
+        await asyncio.Event().wait()
+
+
+def _node_address() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
+    return address
