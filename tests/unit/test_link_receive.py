@@ -141,6 +141,38 @@ async def test_rows_that_landed_and_come_damaged_then_are_there_no_more() -> Non
         rig.room.book.close(ticket)
 
 
+@pytest.mark.parametrize("other_link", [False, True])
+async def test_damaged_rows_behind_the_same_rows_on_their_way_are_not_there(
+    other_link: bool,
+) -> None:
+    """Both are in hand at once: that the first ones land says nothing of what is there then."""
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        await link.ok(*(link.rows_bytes(message, rows, KV) for rows in PIECES[1:]))
+        rig.pager.go.clear()
+        await link.write(link.rows_bytes(message, PIECES[0], KV))
+        await rig.until(lambda: rig.pager.num_begun == len(PIECES))
+        second = link
+        if other_link:
+            second = await rig.greeted()
+            await second.ok(second.open_bytes(message, TOKENS))
+        await second.write(second.rows_bytes(message, PIECES[0], KV, damage=7))
+        await rig.until(lambda: rig.pager.num_begun == len(PIECES) + 1)
+        rig.pager.go.set()
+        assert (await link.receipt()).status == OK
+        assert (await second.receipt()).status == RESEND
+        receipt = await second.ask(second.close_bytes(message, ALL_ROWS))
+        assert (receipt.status, "has not landed" in receipt.reason) == (REFUSED, True)
+        await second.ok(second.open_bytes(message, TOKENS))
+        await second.ok(second.rows_bytes(message, PIECES[0], KV))
+        await second.ok(second.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        rig.room.book.close(ticket)
+
+
 @pytest.mark.parametrize(
     "after",
     [

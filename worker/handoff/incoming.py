@@ -101,15 +101,17 @@ class IncomingTransfer:
             raise RefusedError(f"rows: data has {len(data)} bytes, such rows have {expected}")
         lease, record = self.ticket.lease, self._landing.record
         assert lease is not None
-        record.remove(rows)
+        write, has_landed = record.begin(rows), False
         try:
             await self._pager.write(lease, rows, data, seed, header.crc32c)
+            has_landed = True
         except LeaseReleasedError:
             raise RefusedError("rows: the request ended, its blocks are gone") from None
         except DamagedChunkError:
             return self._damaged(header)
+        finally:
+            record.end(write, has_landed=has_landed)
         self._counters.bytes_received += len(data)
-        record.add(rows)
         self._landing.num_written += rows.num_layers * rows.num_tokens * rows.num_heads
         return self._receipt(KvReceipt.STATUS_OK, header)
 
@@ -185,7 +187,7 @@ class IncomingTransfer:
                 f"rows: tokens {rows.token_start} to {rows.token_end} are not within "
                 f"[{record.num_reused}, {record.num_tokens})"
             )
-        if rows.head_start + rows.num_heads > self._num_heads:
+        if rows.head_end > self._num_heads:
             raise RefusedError(
                 f"rows: {rows.num_heads} KV heads from {rows.head_start} on, "
                 f"limit [0, {self._num_heads})"

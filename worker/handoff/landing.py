@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ class _Spans:
         return _Spans(list(self._edges))
 
 
+@dataclass(eq=False)
+class Write:
+    """Rows that are being written."""
+
+    rows: RowRange
+    # Begun behind it over some of its rows: what is there in the end is theirs.
+    later: list[RowRange] = field(default_factory=list)
+
+
 class LandingRecord:
     """Rows may come in any order and any rectangles, overlap, or come twice.
 
@@ -58,21 +68,35 @@ class LandingRecord:
         # By where a group of heads begins, and the next one's begin is its end; one set a layer.
         self._groups = {0: [_Spans() for _ in range(num_layers)]}
         self._num_heads = num_heads
+        self._writes: list[Write] = []  # in the order in which the pages get them
 
     @property
     def num_rows(self) -> int:
         """Rows to land, over all layers."""
         return self.num_layers * (self.num_tokens - self.num_reused)
 
-    def add(self, rows: RowRange) -> None:
-        """A rectangle, which lies within the record's bounds, has landed."""
-        for spans in self._spans(rows):
-            spans.add(rows.token_start, rows.token_end)
+    def begin(self, rows: RowRange) -> Write:
+        """A rectangle, which lies within the record's bounds, is being written: it is not there,
+        whether or not it was. To be followed by `end`.
+        """
+        self._remove(rows)
+        for write in self._writes:
+            if write.rows.overlaps(rows):
+                write.later.append(rows)
+        self._writes.append(Write(rows))
+        return self._writes[-1]
 
-    def remove(self, rows: RowRange) -> None:
-        """Such a rectangle is being written: it is not there, whether or not it was."""
-        for spans in self._spans(rows):
-            spans.remove(rows.token_start, rows.token_end)
+    def end(self, write: Write, *, has_landed: bool) -> None:
+        """Its rows are there now, or may be anything; those of a later write are never there by
+        this one.
+        """
+        self._writes.remove(write)
+        if not has_landed:
+            return
+        for spans in self._spans(write.rows):
+            spans.add(write.rows.token_start, write.rows.token_end)
+        for rows in write.later:
+            self._remove(rows)
 
     def landed_tokens(self) -> list[int]:
         """For each layer, how many first tokens are there with all heads."""
@@ -88,12 +112,15 @@ class LandingRecord:
                 return layer, token
         return None
 
+    def _remove(self, rows: RowRange) -> None:
+        for spans in self._spans(rows):
+            spans.remove(rows.token_start, rows.token_end)
+
     def _spans(self, rows: RowRange) -> Iterator[_Spans]:
-        head_end = rows.head_start + rows.num_heads
         self._split(rows.head_start)
-        self._split(head_end)
+        self._split(rows.head_end)
         for head, layers in self._groups.items():
-            if rows.head_start <= head < head_end:
+            if rows.head_start <= head < rows.head_end:
                 yield from layers[rows.layer_start : rows.layer_end]
 
     def _split(self, head: int) -> None:
