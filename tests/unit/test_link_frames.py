@@ -77,6 +77,17 @@ def test_rows_that_the_library_has_written() -> None:
     assert frame.header == KvRows(epoch=7, layer_start=2, crc32c=9)
 
 
+def test_a_slot_before_the_rows_does_not_count() -> None:
+    header = KvRows()
+    header.CopyFrom(HEADER)
+    header.slot = 3
+    message = message_of(header, b"abc", 7)
+    assert KvFrame.FromString(message).rows.WhichOneof("rows") == "data"
+    frame = read_frame(message)
+    assert isinstance(frame, RowsFrame)
+    assert (frame.header.WhichOneof("rows"), frame.data) == (None, b"abc")
+
+
 def test_fields_behind_the_rows() -> None:
     """Protobuf lets fields come in any order, and the last of a oneof counts."""
     first = message_of(HEADER, b"abc", 1)

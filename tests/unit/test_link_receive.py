@@ -693,10 +693,11 @@ async def test_the_senders_end_comes_after_all_answers() -> None:
         rig.room.book.close(ticket)
 
 
-@pytest.mark.parametrize("limit", ["frames", "bytes"])
+@pytest.mark.parametrize("limit", ["frames", "bytes", "bytes of rows that name a slot as well"])
 async def test_what_is_not_answered_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     piece = Rows((0, 1), (0, 1))
     size = len(piece.bytes_of(KV))
+    after = {"slot": 1} if "slot" in limit else None
     if limit == "frames":
         monkeypatch.setattr(link_session, "MAX_FRAMES_IN_HAND", 5)
     else:
@@ -708,7 +709,7 @@ async def test_what_is_not_answered_is_bounded(monkeypatch: pytest.MonkeyPatch, 
         await link.ok(link.open_bytes(message, TOKENS))
         rig.pager.go.clear()
         for _ in range(40):
-            await link.write(link.rows_bytes(message, piece, KV))
+            await link.write(link.rows_bytes(message, piece, KV, after=after))
         await rig.until(lambda: rig.pager.num_begun >= 5)
         await asyncio.sleep(0.1)
         assert rig.pager.num_begun == 5

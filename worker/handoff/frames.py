@@ -94,6 +94,7 @@ def read_frame(message: bytes) -> KvFrame | RowsFrame:
     if not rows.data_is_last:
         return _from_library(KvFrame.FromString(message))
     header = KvRows.FromString(message[rows.start : rows.data_tag_at])
+    header.ClearField("slot")  # of the two the last one counts
     return RowsFrame(header, memoryview(message)[rows.data_at :])
 
 
