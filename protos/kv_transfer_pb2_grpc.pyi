@@ -38,8 +38,9 @@ class KvTransferStub:
     answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
     go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
 
-    Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
-    commits only when every row of every layer has landed. The end of the stream breaks its
+    Rows whose attempt, epoch, range or header is wrong are refused and touch nothing. Rows that are
+    damaged themselves touch those that the header names, and none of these counts as landed any
+    more; a transfer commits only when every row of every layer has landed. The end of the stream breaks its
     transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
     same ticket, on this stream or another, goes on from what has landed by the same sender; an
     earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
@@ -69,8 +70,9 @@ class KvTransferAsyncStub(KvTransferStub):
     answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
     go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
 
-    Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
-    commits only when every row of every layer has landed. The end of the stream breaks its
+    Rows whose attempt, epoch, range or header is wrong are refused and touch nothing. Rows that are
+    damaged themselves touch those that the header names, and none of these counts as landed any
+    more; a transfer commits only when every row of every layer has landed. The end of the stream breaks its
     transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
     same ticket, on this stream or another, goes on from what has landed by the same sender; an
     earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
@@ -103,8 +105,9 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         answered by one KvReceipt, in order; a gap in the numbers ends the stream with DATA_LOSS. Beats
         go both ways when nothing else does, and who hears nothing for 2.5 s ends the stream.
 
-        Rows whose attempt, epoch, range or checksum is wrong are refused and touch nothing; a transfer
-        commits only when every row of every layer has landed. The end of the stream breaks its
+        Rows whose attempt, epoch, range or header is wrong are refused and touch nothing. Rows that are
+        damaged themselves touch those that the header names, and none of these counts as landed any
+        more; a transfer commits only when every row of every layer has landed. The end of the stream breaks its
         transfers and frees nothing: the blocks belong to the ticket's Decode call, and an Open for the
         same ticket, on this stream or another, goes on from what has landed by the same sender; an
         earlier transfer of the ticket gives way. Where none comes for 5 s since the sender was last
