@@ -31,7 +31,7 @@ from legato.worker.handoff.tickets import TicketState
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 TOKENS = 10
 KV = content(TOKENS)
@@ -716,6 +716,42 @@ async def test_what_is_not_answered_is_bounded(monkeypatch: pytest.MonkeyPatch, 
         rig.pager.go.set()
         for _ in range(40):
             assert (await link.receipt()).status == OK
+        rig.room.book.close(ticket)
+
+
+async def test_a_cancel_while_the_stream_ends_leaves_no_task_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender said what is no frame, takes no answer, and is gone."""
+    monkeypatch.setattr(link_session, "MAX_SILENCE_S", 0.5)
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        link, message = rig.link(), rig.message(ticket)
+        writing = asyncio.Event()
+
+        async def frames() -> AsyncIterator[bytes]:
+            yield link.hello_frame().SerializeToString()
+            yield link.open_bytes(message, TOKENS)
+            yield link.rows_bytes(message, PIECES[0], KV)
+            await writing.wait()
+            yield b"\xff"
+
+        async def write(answer: kv_transfer_pb2.KvAnswer) -> None:
+            if answer.WhichOneof("answer") == "receipt":
+                writing.set()
+                await asyncio.Event().wait()
+
+        receiver = rig.service._receiver
+        session = link_session.LinkSession(receiver, frames(), write, shared_memory=False)
+        running = asyncio.create_task(session.run())
+        await writing.wait()
+        await rig.until(lambda: ticket.state is TicketState.RESERVED)
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert [t for t in asyncio.all_tasks() if "LinkSession" in repr(t.get_coro())] == []
         rig.room.book.close(ticket)
 
 

@@ -142,6 +142,19 @@ class LinkSession:
                     self._memory.close()
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        """However often the call is cancelled meanwhile: no task is left behind."""
+        stopping = asyncio.get_running_loop().create_task(self._stop_tasks(tasks))
+        cancelled: asyncio.CancelledError | None = None
+        while not stopping.done():
+            try:
+                await asyncio.wait((stopping,))
+            except asyncio.CancelledError as error:
+                cancelled = error
+        stopping.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _stop_tasks(self, tasks: list[asyncio.Task[None]]) -> None:
         rows = [entry.task for entry in self._in_hand if entry is not None and entry.task]
         for each in rows:
             each.cancel()
