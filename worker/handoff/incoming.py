@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.kernels.crc32c import crc32c
@@ -14,7 +15,7 @@ from legato.worker.kv.pager import DamagedChunkError
 from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from legato.protos.kv_transfer_pb2 import KvClose
     from legato.worker.handoff.landing import LandingRecord
@@ -42,6 +43,26 @@ class Landing:
     transfer: IncomingTransfer | None = None  # the one that may write
     lapse: asyncio.TimerHandle | None = None  # where none may
     num_written: int = 0  # rows of one head, those that came again included
+    # On their way to the pages, in that order; those of a transfer that gave way included.
+    _writing: list[RowRange] = field(default_factory=list)
+
+    @contextmanager
+    def writing(self, rows: RowRange) -> Iterator[None]:
+        """Around a write. Rows count from its good end on, and none that another write is still to
+        overwrite: what that one brings may be damaged.
+        """
+        self.record.remove(rows)
+        self._writing.append(rows)
+        try:
+            yield
+        except BaseException:
+            self._writing.remove(rows)
+            raise
+        self._writing.remove(rows)
+        self.record.add(rows)
+        for others in self._writing:
+            self.record.remove(others)
+        self.num_written += rows.num_layers * rows.num_tokens * rows.num_heads
 
 
 class IncomingTransfer:
@@ -99,18 +120,16 @@ class IncomingTransfer:
             if crc32c(data, seed) != header.crc32c:
                 return self._damaged(header)
             raise RefusedError(f"rows: data has {len(data)} bytes, such rows have {expected}")
-        lease, record = self.ticket.lease, self._landing.record
+        lease = self.ticket.lease
         assert lease is not None
-        record.remove(rows)
         try:
-            await self._pager.write(lease, rows, data, seed, header.crc32c)
+            with self._landing.writing(rows):
+                await self._pager.write(lease, rows, data, seed, header.crc32c)
         except LeaseReleasedError:
             raise RefusedError("rows: the request ended, its blocks are gone") from None
         except DamagedChunkError:
             return self._damaged(header)
         self._counters.bytes_received += len(data)
-        record.add(rows)
-        self._landing.num_written += rows.num_layers * rows.num_tokens * rows.num_heads
         return self._receipt(KvReceipt.STATUS_OK, header)
 
     def close(self, message: KvClose) -> KvReceipt:
