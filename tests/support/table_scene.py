@@ -186,9 +186,10 @@ class TableScene:
         others = 0
         if state is State.QUEUED:
             self._hold(self.prefills, 1)
-            self.ask(OTHER_PROMPT, direct=True)
-            await self.until(lambda: self._num_inside(self.prefills) == 1)
-            others = 1
+            for number in range(len(self.prefills)):
+                self.ask(OTHER_PROMPT, direct=True, cache_salt=str(number))
+                await self.until(lambda n=number: self._num_inside(self.prefills) == n + 1)
+            others = len(self.prefills)
         elif state is State.TICKETED:
             self._hold(self.prefills, 1)
             for number in range(len(self.prefills)):
@@ -226,7 +227,7 @@ class TableScene:
         prefilled = sum(p.prefill_tokens for p in ps)
         match state:
             case State.QUEUED:
-                return self.router.admission.num_queued == 1 and num_tickets == 1
+                return self.router.admission.num_queued == 1 and num_tickets == len(ps)
             case State.TICKETED:
                 waiting = sum(p.waiting for p in ps)
                 credit = sum(d.reserved_blocks for d in ds)
