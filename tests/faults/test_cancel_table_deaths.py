@@ -38,10 +38,14 @@ BOUND_S = 5.0 + 3.0
 # Frames of rows that have passed when the middle of a hand-off is struck.
 ROWS_PASSED = tuple(range(1, 12)) if FULL else (2,)
 LANES = ("grpc", "auto")  # auto: shared memory
-STATES = tuple(s for s in State if s not in (State.QUEUED, State.FINISHED))
+STATES = tuple(s for s in State if s is not State.FINISHED)
 ROLES: tuple[Role, ...] = ("decode", "prefill")
 LINK_LOSSES = ("link cut", "link hung")
-BEFORE_DECODE = tuple(s for s in STATES if s not in (State.DECODING, State.LOCAL_PREFILL))
+LATER = (State.QUEUED, State.DECODING, State.LOCAL_PREFILL)  # or not yet
+BEFORE_DECODE = tuple(s for s in STATES if s not in LATER)
+
+
+FULL_POOL = {"num_blocks": 20}  # by one prompt, where a second one is to queue
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +110,7 @@ async def lose_a_worker(case: Case) -> None:
     async with TableScene(
         lane=case.lane,
         local=local,
+        p=FULL_POOL if case.state is State.QUEUED else None,
         rows_passed=case.rows_passed,
         **counts,  # type: ignore[arg-type]  # numbers
     ) as scene:
@@ -147,6 +152,9 @@ def check_way(
     case: Case, timings: generation_pb2.Timings, scene: TableScene, victim: Worker
 ) -> None:
     """Where the answer was computed, and how often."""
+    if case.state is State.QUEUED:
+        assert (timings.attempts, timings.retargets) == (1, 0), "it had been sent nowhere"
+        return
     prefilled = sum(p.load().prefill_tokens for p in scene.prefills if p is not victim)
     committed = sum(d.load().kv_transfers_completed for d in scene.decodes if d is not victim)
     blockers = sum(len(OTHER_PROMPT) for _ in scene.streams[:-1])
@@ -210,7 +218,8 @@ async def test_a_worker_is_lost_after_the_end(role: Role) -> None:
 async def strand(case: Case) -> None:
     """The router hangs: its calls stay open, and it says nothing more."""
     local = case.state is State.LOCAL_PREFILL
-    async with TableScene(lane=case.lane, local=local) as scene:
+    p = FULL_POOL if case.state is State.QUEUED else None
+    async with TableScene(lane=case.lane, local=local, p=p) as scene:
         await scene.bring(case.state)
         scene.struck_at_s = time.monotonic()
         for cable in scene.to_worker.values():

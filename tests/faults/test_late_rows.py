@@ -12,11 +12,11 @@ import google_crc32c
 import grpc
 import pytest
 from fake_engine import FakeModel, fake_config
-from link_proxy import LINK, LinkProxy
+from link_proxy import LINK, LinkProxy, rows_of
 from worker_pair import Attempt, Pair, running_pair, sampling
 
 from legato.protos.kv_transfer_pb2 import KvAnswer, KvFrame, KvReceipt, KvRows
-from legato.worker.handoff.frames import RowsFrame, RowsPrefix, header_checksum, read_frame
+from legato.worker.handoff.frames import RowsFrame, RowsPrefix, header_checksum
 
 if TYPE_CHECKING:
     from legato.protos import worker_pb2
@@ -88,19 +88,34 @@ class RawLink:
         self._call.cancel()
 
 
-def rows_of(proxy: LinkProxy, ticket: worker_pb2.KvTicket) -> list[RowsFrame]:
-    frames = [read_frame(message) for message in proxy.frames]
-    return [f for f in frames if isinstance(f, RowsFrame) and f.header.epoch == ticket.epoch]
+def rows_of_ticket(
+    proxy: LinkProxy, ticket: worker_pb2.KvTicket, row_bytes: int
+) -> list[tuple[KvRows, bytes]]:
+    """Headers, and bytes as many as are due: the rows themselves where they are in the frames."""
+    found = []
+    for frame in map(rows_of, proxy.frames):
+        header = frame.header if isinstance(frame, RowsFrame) else frame
+        if header is None or header.epoch != ticket.epoch:
+            continue
+        header.ClearField("rows")
+        size = header.num_layers * header.num_tokens * row_bytes
+        data = bytes(frame.data) if isinstance(frame, RowsFrame) else b"\x41" * size
+        assert len(data) == size
+        found.append((header, data))
+    return found
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("kv_lane", ["grpc", "auto"])
 async def test_rows_of_a_cancelled_transfer_never_reach_the_next_owner(
+    kv_lane: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("CHUNK_BYTES", "SLOT_BYTES"):
         monkeypatch.setattr(f"legato.worker.handoff.lanes.{name}", 1024)
-    lane = {"kv_lane": "grpc"}
-    reused_blocks = refused = 0
+    lane = {"kv_lane": kv_lane}
+    row_bytes = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    reused_blocks = refused = late = 0
     async with running_pair(
         config=CONFIG, p={"num_blocks": 256, **lane}, d={"num_blocks": D_BLOCKS, **lane}
     ) as pair:
@@ -122,8 +137,9 @@ async def test_rows_of_a_cancelled_transfer_never_reach_the_next_owner(
                 assert old_ticket is not None
                 assert old_ticket.lease is not None
                 old_blocks = set(old_ticket.lease.blocks)
-                stray = rows_of(proxy, first.ticket)[-1]
+                header, data = rows_of_ticket(proxy, first.ticket, row_bytes)[-1]
                 hello = proxy.frames[0]
+                was_refused = pair.d.load().kv_chunks_refused
                 first.close()
                 # The other takes the blocks, while frames of the first are still on their way.
                 going = asyncio.create_task(handed_over(pair, second, pair.d.address))
@@ -135,12 +151,16 @@ async def test_rows_of_a_cancelled_transfer_never_reach_the_next_owner(
                     reused_blocks += bool(old_blocks & set(ticket.lease.blocks))
                 raw = RawLink(pair, hello)
                 await raw.begin()
-                receipt = await raw.rows(stray.header, bytes(stray.data))
+                receipt = await raw.rows(header, data)
                 refused += receipt.status == KvReceipt.STATUS_REFUSED
                 tokens = await solo_tokens(second)
                 assert tokens == MODEL.expected(second_prompt, NUM_TOKENS), f"run {run}"
                 raw.close()
                 second.close()
+                # What was held back went on to the receiver, which had closed the ticket by then.
+                late += pair.d.load().kv_chunks_refused - was_refused > 1
             await pair.until_idle()
+    print(f"{kv_lane}: {RUNS} runs, {reused_blocks} took over blocks, {late} with late rows")
     assert refused == RUNS
     assert reused_blocks > RUNS // 2, "the second hardly ever took a block of the first"
+    assert late > RUNS // 2, "hardly ever did anything come late"

@@ -69,11 +69,15 @@ class FakeModel:
         return (mixed + feature * 7) % 251
 
     def next_token(self, rows: Tensor) -> int:
-        """Of a context's rows: each row and each feature has its own weight."""
-        flat = rows.reshape(len(rows), -1).to(torch.int64)
+        """Of a context's rows: each row and each feature has its own weight, and every bit counts:
+        what is no whole number is not taken for one.
+        """
+        flat = rows.reshape(len(rows), -1)
+        whole = flat.to(torch.int64)
+        whole = whole + (flat != whole) * 1009
         features = torch.arange(flat.shape[1]) * 5 + 3
         weights = torch.arange(len(rows)) * 11 + 1
-        return int((flat @ features * weights).sum() * 48271 % 2147483647 % VOCAB_SIZE)
+        return int((whole @ features * weights).sum() * 48271 % 2147483647 % VOCAB_SIZE)
 
     def expected(self, prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
         """The answer, computed without cache, blocks or workers."""

@@ -229,14 +229,22 @@ class FakePager:
         self.go = threading.Event()
         self.go.set()
         self.num_begun = 0
+        self._held: list[threading.Event] = []  # of the next writes
         self.wire = FakeWire()
         self._executor = ThreadPoolExecutor(max_workers=1)
+
+    def hold(self, num_writes: int) -> list[threading.Event]:
+        """The next writes wait, each for its own event."""
+        self._held = [threading.Event() for _ in range(num_writes)]
+        return list(self._held)
 
     async def write(
         self, lease: BlockLease, rows: RowRange, data: memoryview, seed: int, crc: int
     ) -> None:
+        go = self._held.pop(0) if self._held else self.go
+
         def move() -> None:
-            assert self.go.wait(WAIT_S), "the test forgot to let the pager go"
+            assert go.wait(WAIT_S), "the test forgot to let the pager go"
             size = (rows.num_layers, 2, rows.num_tokens, rows.num_heads, HEAD_DIM)
             part = torch.frombuffer(bytearray(data), dtype=torch.float32).view(size)
             heads = slice(rows.head_start, rows.head_start + rows.num_heads)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvReceipt, KvRows
 from legato.worker.channel import CHANNEL_OPTIONS, SERVER_OPTIONS
+from legato.worker.handoff.frames import RowsFrame, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -16,17 +21,26 @@ if TYPE_CHECKING:
 LINK = "/legato.v1.KvTransfer/Link"
 KINDS = ("cut", "stall", "duplicate", "reorder", "truncate", "flip")
 DIRECTIONS = ("frames", "answers")
+BEATS = {
+    "frames": KvFrame(beat=KvBeat()).SerializeToString(),
+    "answers": KvAnswer(beat=KvBeat()).SerializeToString(),
+}
 REORDER_WAIT_S = 0.3  # for a message to change places with
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of message `index` (from 0, the Hello or Welcome) of one direction, once."""
+    """What becomes of message `index` (from 0, the Hello or Welcome) of one direction, once. Beats,
+    which come at any time, do not count.
+
+    The direction "rows" counts frames with rows, and a flip there strikes the rows themselves,
+    inside the message or in shared memory.
+    """
 
     kind: str
     direction: str
     index: int
-    bit: int = 0  # which one is flipped, modulo the message's bits
+    bit: int = 0  # which one is flipped, modulo the bits of the message or of its rows
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.direction}[{self.index}], bit {self.bit}"
@@ -46,6 +60,11 @@ class LinkProxy(grpc.GenericRpcHandler):
         self.num_streams = 0
         self.num_messages = dict.fromkeys(DIRECTIONS, 0)  # of all streams, as they came
         self.frames: list[bytes] = []  # likewise
+        self.num_rows_frames = 0
+        self.num_refused = 0  # answers that say that rows, or a transfer, are not as they should be
+        self.num_broken = 0  # streams that one of the sides has ended before its time
+        self.has_swapped = False  # by a reorder; else nothing came to change places with
+        self.struck: bytes | None = None  # the message, as it came
         # Frames from this one on, or from the first that `gate_when` is true of, wait for `gate`.
         self.gate_at: int | None = None
         self.gate_when: Callable[[bytes], bool] | None = None
@@ -80,11 +99,13 @@ class LinkProxy(grpc.GenericRpcHandler):
             done, _ = await asyncio.wait({up, down}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
+            self.num_broken += await call.code() is not grpc.StatusCode.OK
             await context.abort(await call.code(), await call.details() or "")
         except CutError:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or "")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            self.num_broken += 1
+            await context.abort(await call.code(), await call.details() or "")
         finally:
             up.cancel()
             down.cancel()
@@ -112,9 +133,14 @@ class LinkProxy(grpc.GenericRpcHandler):
                 if message is None:
                     break
                 reading = asyncio.ensure_future(anext(messages, None))
+                if is_beat(direction, message):
+                    await write(message)
+                    continue
                 index += 1
                 self.num_messages[direction] += 1
-                if direction == "frames":
+                if direction == "answers":
+                    self.num_refused += refuses(message)
+                else:
                     self.frames.append(message)
                     if self._waits(index, message):
                         self.num_waiting += 1
@@ -122,21 +148,20 @@ class LinkProxy(grpc.GenericRpcHandler):
                             await self.gate.wait()
                         finally:
                             self.num_waiting -= 1
-                fault = self.fault
-                hit = fault is not None and (fault.direction, fault.index) == (direction, index)
-                if fault is None or not hit or self.fired:
+                fault = self._fault_of(direction, index, message)
+                if fault is None:
                     await write(message)
-                elif fault.kind == "reorder":
-                    self.fired = True
-                    held = message
-                    continue
                 else:
-                    self.fired = True
+                    self.fired, self.struck = True, message
+                    if fault.kind == "reorder":
+                        held = message
+                        continue
                     for damaged in await self._damage(fault, message):
                         await write(damaged)
                 if held is not None:
                     await write(held)
                     held = None
+                    self.has_swapped = True
             if held is not None:
                 await write(held)
         finally:
@@ -147,7 +172,22 @@ class LinkProxy(grpc.GenericRpcHandler):
             return True
         return self.gate_at is not None and index >= self.gate_at
 
+    def _fault_of(self, direction: str, index: int, message: bytes) -> Fault | None:
+        """The fault, where this is the message that has it."""
+        fault = self.fault
+        rows_index = None
+        if direction == "frames" and rows_of(message) is not None:
+            rows_index = self.num_rows_frames
+            self.num_rows_frames += 1
+        if fault is None or self.fired:
+            return None
+        at = rows_index if fault.direction == "rows" else index
+        side = "frames" if fault.direction == "rows" else fault.direction
+        return fault if (side, fault.index) == (direction, at) else None
+
     async def _damage(self, fault: Fault, message: bytes) -> list[bytes]:
+        if fault.direction == "rows":
+            return [self._flip_in_rows(message, fault.bit)]
         match fault.kind:
             case "cut":
                 raise CutError
@@ -163,6 +203,49 @@ class LinkProxy(grpc.GenericRpcHandler):
                 out[place // 8] ^= 1 << place % 8
                 return [bytes(out)]
         return [message]
+
+    def _flip_in_rows(self, message: bytes, bit: int) -> bytes:
+        rows = rows_of(message)
+        assert rows is not None
+        if isinstance(rows, RowsFrame):
+            place = bit % (len(rows.data) * 8) + (len(message) - len(rows.data)) * 8
+            out = bytearray(message)
+            out[place // 8] ^= 1 << place % 8
+            return bytes(out)
+        memory = KvFrame.FromString(self.frames[0]).hello.memory
+        # An element a head at least: K and V of float32.
+        num_bytes = rows.num_layers * 2 * rows.num_tokens * rows.num_kv_heads * 4
+        place = bit % (num_bytes * 8)
+        at = memory.slots_offset + rows.slot * memory.slot_bytes + place // 8
+        file = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with mmap.mmap(file, at + 1) as mapped:
+                mapped[at] ^= 1 << place % 8
+        finally:
+            os.close(file)
+        return message
+
+
+def is_beat(direction: str, message: bytes) -> bool:
+    """Whether it says no more than that its writer lives."""
+    return message == BEATS[direction]
+
+
+def rows_of(message: bytes) -> RowsFrame | KvRows | None:
+    """RowsFrame: with the rows inside; KvRows: they are in shared memory; None: no rows at all."""
+    try:
+        frame = read_frame(message)
+    except DecodeError:
+        return None
+    if isinstance(frame, RowsFrame):
+        return frame
+    return frame.rows if frame.WhichOneof("frame") == "rows" else None
+
+
+def refuses(answer: bytes) -> bool:
+    """Whether it says that something was damaged, or comes amiss."""
+    status = KvAnswer.FromString(answer).receipt.status
+    return status in (KvReceipt.STATUS_RESEND, KvReceipt.STATUS_REFUSED)
 
 
 async def _messages(call: Any) -> AsyncIterator[bytes]:  # noqa: ANN401

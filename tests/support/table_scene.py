@@ -59,6 +59,7 @@ class TableScene:
         lane: str = "grpc",
         local: bool = False,
         p: dict[str, Any] | None = None,
+        d: dict[str, Any] | None = None,
         rows_passed: int = 2,
         step_timeout_s: float = 60.0,
     ) -> None:
@@ -70,7 +71,7 @@ class TableScene:
         }
         self._settings: dict[str, dict[str, Any]] = {
             "prefill": {**common, **(p or {})},
-            "decode": common,
+            "decode": {**common, **(d or {})},
         }
         self._local_prefill_tokens = 128 if local else 0
         self._rows_passed = rows_passed
@@ -168,11 +169,13 @@ class TableScene:
         timeout_s: float | None = WAIT_S,
         direct: bool = False,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> Stream:
         """`direct`: past the cable that stands for the client's connection."""
         request = generation_pb2.GenerateRequest(sampling=sampling(num_tokens, ignore_eos=True))
         request.token_ids.ids.extend(prompt)
         request.cache_salt = cache_salt
+        request.request_id = request_id
         stub = self._direct if direct else self._generation
         stream = Stream(stub.Generate(request, timeout=timeout_s))
         self.streams.append(stream)
@@ -183,9 +186,10 @@ class TableScene:
         others = 0
         if state is State.QUEUED:
             self._hold(self.prefills, 1)
-            self.ask(OTHER_PROMPT, direct=True)
-            await self.until(lambda: self._num_inside(self.prefills) == 1)
-            others = 1
+            for number in range(len(self.prefills)):
+                self.ask(OTHER_PROMPT, direct=True, cache_salt=str(number))
+                await self.until(lambda n=number: self._num_inside(self.prefills) == n + 1)
+            others = len(self.prefills)
         elif state is State.TICKETED:
             self._hold(self.prefills, 1)
             for number in range(len(self.prefills)):
@@ -223,7 +227,7 @@ class TableScene:
         prefilled = sum(p.prefill_tokens for p in ps)
         match state:
             case State.QUEUED:
-                return self.router.admission.num_queued == 1 and num_tickets == 1
+                return self.router.admission.num_queued == 1 and num_tickets == len(ps)
             case State.TICKETED:
                 waiting = sum(p.waiting for p in ps)
                 credit = sum(d.reserved_blocks for d in ds)
@@ -361,6 +365,10 @@ def is_free(worker: Worker) -> bool:
         and not load.running
         and not load.waiting
         and not load.transferring
+        and not load.waiting_tokens
+        and not load.swapped
+        and not load.swap_held_blocks
         and not len(worker.server.node.tickets)
+        and not len(worker.server.node.tickets._ledger)
         and not worker.server._lifecycle.num_calls
     )

@@ -141,6 +141,33 @@ async def test_rows_that_landed_and_come_damaged_then_are_there_no_more() -> Non
         rig.room.book.close(ticket)
 
 
+async def test_rows_do_not_count_while_the_next_transfer_writes_them() -> None:
+    """An earlier one's, which are good, end while a later one's are on their way to the pages."""
+    async with running_receiver() as rig:
+        ticket = rig.room.reserve(ticket_request(TOKENS))
+        message = rig.message(ticket)
+        link = await rig.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        first, second = rig.pager.hold(2)
+        await link.write(link.rows_bytes(message, PIECES[0], KV))
+        await rig.until(lambda: rig.pager.num_begun == 1)
+        other = await rig.greeted()
+        await other.ok(other.open_bytes(message, TOKENS))
+        await other.write(other.rows_bytes(message, PIECES[0], KV, damage=7))
+        await rig.until(lambda: rig.pager.num_begun == 2)
+        first.set()
+        assert (await link.receipt()).status == OK
+        third = await rig.greeted()
+        receipt = await third.ask(third.open_bytes(message, TOKENS))
+        assert list(receipt.landed_tokens) == [0, 0, 0]
+        second.set()
+        assert (await other.receipt()).status == RESEND
+        await third.ok(*(third.rows_bytes(message, rows, KV) for rows in PIECES))
+        await third.ok(third.close_bytes(message, ALL_ROWS))
+        assert torch.equal(rig.landed(ticket), KV)
+        rig.room.book.close(ticket)
+
+
 @pytest.mark.parametrize("other_link", [False, True])
 async def test_damaged_rows_behind_the_same_rows_on_their_way_are_not_there(
     other_link: bool,
