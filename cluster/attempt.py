@@ -59,8 +59,10 @@ class Attempt:
         finally:
             self._close()
             if self._handover is not None:
-                await self._handover.ended()
-                self._close()
+                try:
+                    await self._handover.ended()
+                finally:
+                    self._close()
 
     def _close(self) -> None:
         """Idempotent."""

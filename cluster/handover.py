@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from legato.cluster.cancellation import all_ended
 from legato.cluster.worker_calls import (
     AttemptEndedError,
     DecodeCall,
@@ -110,7 +111,7 @@ class Handover:
 
     async def ended(self) -> None:
         """Waits until nothing is under way any more, after `close`."""
-        await asyncio.wait({self._handoff, self._joining})
+        await all_ended((self._handoff, self._joining))
 
     async def _run(self) -> None:
         while True:
@@ -200,7 +201,7 @@ class Handover:
             ticket = taking.result()
         finally:
             taking.cancel()
-            await asyncio.wait({taking})  # it may still hold a place in the queue
+            await all_ended((taking,))  # it may still hold a place in the queue
         self._has_no_decode = False
         self.num_retargets += 1
         await self._prefill.retarget(ticket, self.decode.view.endpoint.address)

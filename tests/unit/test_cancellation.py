@@ -9,7 +9,7 @@ import grpc
 import pytest
 from fake_worker import FakeWorker
 
-from legato.cluster.cancellation import check_cancellation
+from legato.cluster.cancellation import all_ended, check_cancellation
 from legato.cluster.worker_calls import DecodeCall, WorkerFailedError
 from legato.cluster.worker_view import WorkerView
 from legato.protos import worker_pb2
@@ -73,3 +73,31 @@ async def test_a_call_whose_worker_is_lost_before_it_has_begun(
             await reserving
     call.close()
     assert not view.calls
+
+
+@pytest.mark.parametrize("num_cancels", [0, 1, 3])
+async def test_what_is_to_end_is_waited_for_however_often_the_wait_is_cancelled(
+    num_cancels: int,
+) -> None:
+    end, over = asyncio.Event(), []
+
+    async def work(name: str) -> None:
+        await end.wait()
+        over.append(name)
+
+    tasks = [asyncio.create_task(work(name)) for name in "ab"]
+
+    async def wait() -> None:
+        await all_ended(tasks)
+        over.append("waiting")
+
+    waiting = asyncio.create_task(wait())
+    for _ in range(num_cancels):
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    end.set()
+    await asyncio.wait({waiting})
+    assert sorted(over) == (["a", "b"] if num_cancels else ["a", "b", "waiting"])
+    assert waiting.cancelled() == (num_cancels > 0)
