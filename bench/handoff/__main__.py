@@ -39,7 +39,7 @@ from legato.bench.handoff.tables import (
     sweep_row,
 )
 from legato.bench.handoff.two_workers import TwoWorkers
-from legato.worker.handoff.sender import HandoffError
+from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.spare_memory import keep_little, keep_objects
 
 if TYPE_CHECKING:

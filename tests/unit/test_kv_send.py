@@ -27,11 +27,11 @@ from tcp_proxy import TcpProxy
 
 from legato.protos.kv_transfer_pb2 import KvReceipt
 from legato.protos.worker_pb2 import AttemptKey, KvTicket
-from legato.worker.handoff import lanes, link, links, outgoing, transfer
+from legato.worker.handoff import handoff_error, lanes, link, links, outgoing, transfer
+from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.handoff.retries import Retries
 from legato.worker.handoff.sender import HandoffResult, KvSender
 from legato.worker.handoff.shared_memory import MemoryRefusedError
-from legato.worker.handoff.transfer import HandoffError
 from legato.worker.handoff.transfer_counters import TransferCounters
 from legato.worker.identity import Identity
 from legato.worker.kv.cache import KvShape
@@ -620,7 +620,7 @@ async def test_a_worker_that_can_make_no_socket_says_so(
 
     receiver = LinkReceiver(LAYERS, {5: 40})
     async with rig_of(receiver, memory=memory) as (rig, _):
-        monkeypatch.setattr(link.socket, "socket", no_socket)
+        monkeypatch.setattr(handoff_error.socket, "socket", no_socket)
         with pytest.raises(HandoffError, match=r"can open no link: .*Too many open") as caught:
             await rig.sender.send(rig.complete(5, 40), ticket(5), "127.0.0.1:1")
         assert not caught.value.decode_lost

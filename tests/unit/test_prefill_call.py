@@ -13,7 +13,8 @@ from fake_engine import VOCAB_SIZE
 from worker_pair import sampling
 
 from legato.protos import worker_pb2
-from legato.worker.handoff.sender import HandoffError, HandoffResult
+from legato.worker.handoff.handoff_error import HandoffError
+from legato.worker.handoff.sender import HandoffResult
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.kv.progress import KvProgress

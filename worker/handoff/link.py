@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -19,10 +18,16 @@ from legato.protos.printable import printable
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.handoff import lanes
 from legato.worker.handoff.frames import MAX_PLAIN_BYTES
+from legato.worker.handoff.handoff_error import (
+    HandoffError,
+    check_own_sockets,
+    out_of_reach,
+    own_fault,
+)
 from legato.worker.handoff.lanes import GrpcLane, Lane, MemoryLane
 from legato.worker.handoff.outgoing import Frame, NumbersUsedUpError, Outgoing
 from legato.worker.handoff.shared_memory import MemoryRefusedError
-from legato.worker.handoff.transfer import Control, HandoffError, Piece, Transfer
+from legato.worker.handoff.transfer import Control, Piece, Transfer
 from legato.worker.identity import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -223,7 +228,7 @@ class Link:
             return HandoffError(text, decode_lost=True, refused=True)
         if code is not grpc.StatusCode.UNAVAILABLE or self._is_welcome.is_set():
             return LinkBrokenError(text)
-        _check_own_sockets()
+        check_own_sockets()
         lived_s = time.monotonic() - self._begun_at_s
         return LinkBrokenError(text, unreachable=lived_s < REFUSAL_S)
 
@@ -361,28 +366,6 @@ class Link:
             else:
                 unreachable = isinstance(error, LinkBrokenError) and error.unreachable
                 transfer.link_broke(LinkBrokenError(str(error)), now_s, unreachable=unreachable)
-
-
-def out_of_reach(address: str, why: str) -> HandoffError:
-    """For good."""
-    return HandoffError(f"decode worker at {address} is out of reach: {why}", decode_lost=True)
-
-
-def _check_own_sockets() -> None:
-    """gRPC tells of a want of this process as if the other side were not there.
-
-    Raises:
-        HandoffError: it has no file descriptor left, or may make no socket for another reason.
-    """
-    try:
-        socket.socket().close()
-    except OSError as error:
-        raise own_fault(error) from None
-
-
-def own_fault(error: OSError) -> HandoffError:
-    """This machine does not give what a link needs."""
-    return HandoffError(f"this prefill worker can open no link: {error}", decode_lost=False)
 
 
 def _reason(tasks: list[asyncio.Task[None]]) -> LinkBrokenError | HandoffError | None:

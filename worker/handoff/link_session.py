@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -20,21 +19,15 @@ from legato.protos.kv_transfer_pb2 import (
     KvWelcome,
 )
 from legato.protos.printable import printable
-from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, header_checksum, read_frame
-from legato.worker.handoff.incoming import (
-    LEASE_S,
-    RefusedError,
-    name_rows,
-    row_range,
-)
+from legato.worker.handoff.frames import MAX_PLAIN_BYTES, RowsFrame, read_frame
+from legato.worker.handoff.incoming import LEASE_S, row_range
+from legato.worker.handoff.session_transfers import MAX_REASON_CHARS, SessionTransfers
 from legato.worker.handoff.shared_memory import MemoryRefusedError, ReceiverMemory, release
-from legato.worker.handoff.tickets import TicketState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from legato.protos.kv_transfer_pb2 import KvClose, KvHello, KvOpen
-    from legato.worker.handoff.incoming import IncomingTransfer
+    from legato.protos.kv_transfer_pb2 import KvHello
     from legato.worker.handoff.receiver import KvReceiver
 
 # What was read and is not answered: beyond that nothing is read, and gRPC makes the sender wait.
@@ -47,7 +40,6 @@ MAX_SILENCE_S = 2.5
 # of thousands of answers before it makes this side wait. As many short answers are less than what a
 # stream of HTTP/2 takes unread at least, 64 KiB: the status still gets through behind them.
 MAX_VAIN_FRAMES = 1024
-_MAX_REASON_CHARS = 500  # some of it may be what the sender sent
 
 
 class BadFrameError(Exception):
@@ -93,11 +85,8 @@ class LinkSession:
         self._write = write
         self._takes_memory = shared_memory
         self._memory: ReceiverMemory | None = None
-        self._sender_worker_id = ""
-        self._transfers: dict[int, IncomingTransfer] = {}  # by epoch, up to their Close
-        self._live: set[IncomingTransfer] = set()  # up to its answer
+        self._transfers = SessionTransfers(receiver)
         self._next_sequence = 1
-        self._num_vain = 0
         self._clock = asyncio.get_running_loop().time
         self._heard_at_s = self._said_at_s = self._clock()
         self._reading_since_s: float | None = None  # since when the sender could have said more
@@ -133,8 +122,7 @@ class LinkSession:
         finally:
             # The lease is counted from when the sender was last heard.
             lease_s = self._heard_at_s + LEASE_S - self._clock()
-            for transfer in self._live:
-                transfer.break_off("its stream has ended", lease_s)
+            self._transfers.break_off("its stream has ended", lease_s)
             try:
                 await self._stop(tasks)
             finally:
@@ -172,7 +160,7 @@ class LinkSession:
             raise BadFrameError("the first frame is no hello")
         hello = frame.hello
         self._receiver.check(hello)
-        self._sender_worker_id = printable(hello.sender_worker_id)
+        self._transfers.sender_worker_id = printable(hello.sender_worker_id)
         welcome = KvWelcome(worker_id=self._receiver.worker_id)
         welcome.memory_refused = self._open_memory(hello)
         welcome.shared_memory = self._memory is not None
@@ -187,7 +175,7 @@ class LinkSession:
         try:
             self._memory = ReceiverMemory.open(hello.memory)
         except MemoryRefusedError as error:
-            return str(error)[:_MAX_REASON_CHARS]
+            return str(error)[:MAX_REASON_CHARS]
         return ""
 
     # What the sender says.
@@ -231,16 +219,15 @@ class LinkSession:
             case "open":
                 self._check_sequence(frame.open.sequence)
                 # At once: its rows may follow before it is answered.
-                receipt = self._open(frame.open)
+                receipt = self._transfers.open(frame.open)
                 self._hold(frame.open.sequence, 0, None, lambda: receipt)
             case "rows":
                 self._take_rows(frame.rows, self._data_in_memory(frame.rows))
             case "close":
                 close = frame.close
                 self._check_sequence(close.sequence)
-                # What follows is not of this transfer; what came before is to land first.
-                transfer = self._transfers.pop(close.epoch, None)
-                self._hold(close.sequence, 0, None, partial(self._close, close, transfer))
+                # What came before is to land first.
+                self._hold(close.sequence, 0, None, self._transfers.closing(close))
             case "beat":
                 pass
             case "hello":
@@ -266,8 +253,7 @@ class LinkSession:
 
     def _take_rows(self, header: KvRows, data: memoryview | None) -> None:
         self._check_sequence(header.sequence)
-        work = self._land(self._transfers.get(header.epoch), header, data)
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(self._transfers.landing(header, data))
         if data is not None:
             # Else whatever keeps an exception keeps the sender's memory, and its file, open.
             task.add_done_callback(lambda _: release(data))
@@ -280,8 +266,8 @@ class LinkSession:
                 f"sequence is {sequence}, {self._next_sequence} is next: frames are lost or doubled"
             )
         self._next_sequence += 1
-        self._num_vain += 1
-        if self._num_vain > MAX_VAIN_FRAMES:
+        self._transfers.num_vain_frames += 1
+        if self._transfers.num_vain_frames > MAX_VAIN_FRAMES:
             raise SilenceError(
                 f"no answer is heard: {MAX_VAIN_FRAMES} frames in a row were in vain"
             )
@@ -296,67 +282,6 @@ class LinkSession:
         self._in_hand.append(_InHand(sequence, num_bytes, task, settle))
         self._bytes_in_hand += num_bytes
         self._more.set()
-
-    # What becomes of it.
-
-    def _open(self, message: KvOpen) -> KvReceipt:
-        key = message.ticket.key
-        try:
-            transfer = self._receiver.open(message, self._sender_worker_id)
-        except RefusedError as error:
-            return _refusal(message.ticket.epoch, key.attempt, error)
-        self._transfers[message.ticket.epoch] = transfer
-        self._live.add(transfer)
-        return transfer.opened()
-
-    async def _land(
-        self, transfer: IncomingTransfer | None, header: KvRows, data: memoryview | None
-    ) -> KvReceipt:
-        if data is None or header_checksum(header) != header.header_crc32c:
-            # Nothing that it says counts: it cannot be told whose they are.
-            self._receiver.counters.chunks_refused += 1
-            receipt = KvReceipt(
-                epoch=header.epoch, attempt=header.attempt, status=KvReceipt.STATUS_RESEND
-            )
-            name_rows(receipt, header)
-            return receipt
-        try:
-            if transfer is None:
-                raise RefusedError(f"rows: no transfer of epoch {header.epoch} is open here")
-            is_wanted = transfer.wants_rows
-            receipt = await transfer.land(header, data)
-            if is_wanted and receipt.status == KvReceipt.STATUS_OK:
-                self._num_vain = 0
-            return receipt
-        except RefusedError as error:
-            self._receiver.counters.chunks_refused += 1
-            receipt = _refusal(header.epoch, header.attempt, error)
-            name_rows(receipt, header)
-            self._end(transfer, error)
-            return receipt
-
-    def _close(self, message: KvClose, transfer: IncomingTransfer | None) -> KvReceipt:
-        try:
-            if transfer is None:
-                raise RefusedError(f"close: no transfer of epoch {message.epoch} is open here")
-            was_landing = transfer.ticket.state is TicketState.LANDING
-            receipt = transfer.close(message)
-        except RefusedError as error:
-            self._end(transfer, error)
-            return _refusal(message.epoch, message.attempt, error)
-        self._live.discard(transfer)
-        if message.commit and was_landing:
-            self._num_vain = 0
-        return receipt
-
-    def _end(self, transfer: IncomingTransfer | None, error: RefusedError) -> None:
-        if transfer is None:
-            return
-        transfer.break_off(str(error))
-        self._live.discard(transfer)
-        epoch = transfer.ticket.epoch
-        if self._transfers.get(epoch) is transfer:
-            del self._transfers[epoch]
 
     # What is said to the sender.
 
@@ -417,12 +342,3 @@ def _silence() -> SilenceError:
 
 def _deafness() -> SilenceError:
     return SilenceError(f"no answer was taken for {MAX_SILENCE_S:g} s")
-
-
-def _refusal(epoch: int, attempt: int, error: RefusedError) -> KvReceipt:
-    return KvReceipt(
-        epoch=epoch,
-        attempt=attempt,
-        status=KvReceipt.STATUS_REFUSED,
-        reason=str(error)[:_MAX_REASON_CHARS],
-    )

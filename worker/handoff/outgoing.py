@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from legato.protos.kv_transfer_pb2 import KvRows
 from legato.worker.handoff.frames import header_checksum
-from legato.worker.handoff.transfer import Control, HandoffError, Piece, Stage
+from legato.worker.handoff.handoff_error import HandoffError
+from legato.worker.handoff.transfer import Control, Piece, Stage
 from legato.worker.handoff.turns import Turns
 from legato.worker.kv.block_lease import LeaseReleasedError
 

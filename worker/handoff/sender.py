@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from legato.worker.handoff.link import LinkBrokenError, LinkParts, out_of_reach, own_fault
+from legato.worker.handoff.handoff_error import HandoffError, out_of_reach, own_fault
+from legato.worker.handoff.link import LinkBrokenError, LinkParts
 from legato.worker.handoff.links import Links
-from legato.worker.handoff.transfer import HandoffError, RowSize, Transfer
+from legato.worker.handoff.transfer import RowSize, Transfer
 from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from legato.protos.kv_transfer_pb2 import KvClose, KvFrame, KvOpen
-from legato.protos.printable import printable
+from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.kv.row_range import RowRange
 
 if TYPE_CHECKING:
@@ -23,17 +23,6 @@ PATIENCE_S = 5.0
 # One to which there never was a connection, for each is refused at once. The router notices within
 # that time where the reason is that the receiver is dead.
 UNREACHABLE_PATIENCE_S = 2.0
-
-
-class HandoffError(Exception):
-    """The KV was not handed over; the message says why. `decode_lost`: the decode side `refused`,
-    or does not come within reach, another one may take it; else the fault is this worker's.
-    """
-
-    def __init__(self, message: str, *, decode_lost: bool, refused: bool = False) -> None:
-        super().__init__(printable(message))
-        self.decode_lost = decode_lost
-        self.refused = refused
 
 
 class Stage(Enum):

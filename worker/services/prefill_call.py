@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
-from legato.worker.handoff.sender import HandoffError
+from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.services.errors import invalid, no_usable_logits
 from legato.worker.services.messages import first_token_message
