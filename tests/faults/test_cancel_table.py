@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ FULL = os.environ.get("LEGATO_FAULT_CASES") == "full"
 CANCEL_S = 0.1
 LOAD_FACTOR = 20
 BOUND_S = CANCEL_S * LOAD_FACTOR
+LEAST_CASES = 20
+took_s_of_cases: list[float] = []  # one by one, as far as this process has run them
 DEADLINE_S = 2.0
 KEEPALIVE_S = 15.0  # of the gateway: after so long a silence the client is gone
 
@@ -116,8 +119,7 @@ def check_end(stream: Stream, cause: str) -> None:
     """What the client is told."""
     if stream.finish is not None:
         return
-    if cause == "cancel":
-        assert stream.call.cancelled()
+    if cause == "cancel":  # by itself: it has told
         return
     assert stream.error is not None
     expected = {
@@ -146,7 +148,8 @@ def check_work(scene: TableScene, state: State, cause: str) -> None:
         assert (d.decode_tokens, d.kv_transfers_completed) == (0, 0)
 
 
-async def check(case: Case) -> None:
+async def check(case: Case) -> float:
+    """Returns the seconds until all was free but for the step under way."""
     state, cause = case.state, case.cause
     # One prompt fills a prefill worker where a second one is to queue.
     p = {"num_blocks": 20} if state is State.QUEUED else {}
@@ -186,11 +189,18 @@ async def check(case: Case) -> None:
             await scene.until_router_free(BOUND_S)
             await scene.canary()
         print(f"{case} | {took_s * 1e3:.0f} ms, then {after_step_s * 1e3:.0f} ms after the step")
+        return took_s
 
 
 @pytest.mark.parametrize("case", [*cases("cancel", "client gone", "router gone")], ids=str)
 async def test_everything_comes_back(case: Case) -> None:
-    await check(case)
+    took_s_of_cases.append(await check(case))
+
+
+def test_most_came_back_within_the_bound_itself() -> None:
+    if len(took_s_of_cases) < LEAST_CASES:
+        pytest.skip(f"{len(took_s_of_cases)} cases were run before, {LEAST_CASES} tell")
+    assert statistics.median(took_s_of_cases) <= CANCEL_S
 
 
 async def test_everything_comes_back_after_a_deadline() -> None:

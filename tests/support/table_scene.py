@@ -338,7 +338,7 @@ class TableScene:
         return "; ".join(str(w.load()).replace("\n", " ") for w in self.workers)
 
 
-async def side_by_side(cases: Iterable[T], run: Callable[[T], Awaitable[None]]) -> None:
+async def side_by_side(cases: Iterable[T], run: Callable[[T], Awaitable[object]]) -> None:
     """They wait most of the time. Whichever fails is named."""
     turns = asyncio.Semaphore(MOST_AT_ONCE)
 
