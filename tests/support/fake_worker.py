@@ -46,7 +46,8 @@ class Faults:
     cut_handoffs: int = 0  # so many hand-offs: HandoffFailed, for the KV did not get there
     out_of_reach: set[str] = field(default_factory=set)  # decode workers that no KV gets to
     refused_by: set[str] = field(default_factory=set)  # decode workers that take no KV of this one
-    lapse_kv: bool = False  # decode ends, for the KV stopped coming
+    # Decode ends, for the KV stopped coming: once for each item, which several workers may share.
+    lapses: list[str] = field(default_factory=list)
     skip_index: int | None = None  # decode leaves this token out
     end_at: int | None = None  # decode ends its stream, without an error, before this token
     hold_handoff: bool = False  # the KV never arrives
@@ -342,7 +343,8 @@ class FakeWorker(
                     return
                 token_id = first.answers[0].token.token_id
                 start = worker_pb2.Start(answers=[worker_pb2.StartAnswer(token_id=token_id)])
-            elif self.faults.lapse_kv:
+            elif self.faults.lapses:
+                self.faults.lapses.pop()
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "no KV came", (KV_LAPSED,))
             else:
                 await attempt.landed.wait()

@@ -164,13 +164,13 @@ async def test_what_others_say_is_told_as_one_clean_line() -> None:
 async def test_kv_that_stopped_coming_is_not_the_decode_workers_failure() -> None:
     [prefill], decodes = workers(1, 2)
     prefill.faults.hold_handoff = True
+    lapses = ["whichever comes first"]
     for worker in decodes:
-        worker.faults.lapse_kv = True
+        worker.faults.lapses = lapses
     async with Service([prefill], decodes) as service:
         reading = asyncio.create_task(collect(service, ask("hello", 10)))
         await until(lambda: bool(prefill.retargets))
-        for worker in decodes:
-            worker.faults.lapse_kv = False
+        assert not lapses
         prefill.faults.hold_handoff = False
         result = await reading
         assert result.token_ids == expected("hello", 10)
