@@ -340,7 +340,9 @@ class Timings(_message.Message):
     decode_model_s: _builtins.float
     """Sum of the decode steps this request was part of, the model alone."""
     kv_transfer_s: _builtins.float
-    """Wire time of the KV hand-off as the prefill worker measured it."""
+    """From the beginning of the KV's transfer, which is that of prefill, to its commit, as the prefill
+    worker measured it: layers leave while the next ones are computed.
+    """
     prefill_forwards: _builtins.int
     """Forward passes that this answer was part of: N tokens cost one prefill (more where the prompt
     is longer than a prefill chunk) and N - 1 decode forwards. Whenever it was computed anew, a

@@ -26,7 +26,13 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
             _ms(times.prefill_s),
             f"the model {_ms(times.prefill_model_s)}",
         ),
-        ("hand-off", _ms(times.handoff_s), f"on the wire {_ms(times.kv_transfer_s)}"),
+        (
+            "hand-off",
+            _ms(times.handoff_s),
+            f"the end of {_ms(times.kv_transfer_s)} that began with prefill"
+            if times.kv_transfer_s
+            else "",
+        ),
         ("decode", _ms(times.decode_s), f"the model {_ms(times.decode_model_s)}"),
     ]
     if times.preemptions:  # it stood still meanwhile
