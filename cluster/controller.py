@@ -7,6 +7,7 @@ Whoever drives it hands in the time with every call, reports what happened to wo
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import Role
 
+log = logging.getLogger(__name__)
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_POOL_SIZE = 1024
 
@@ -143,6 +145,7 @@ class Controller:
         worker.move(WorkerState.READY, now_s)
         worker.endpoint = WorkerEndpoint(started.worker_id, worker.role, started.address)
         worker.pid, worker.host = started.pid, started.host
+        log.info("worker %s (%s) is ready", worker.name, _known_id(worker))
         self.step(now_s)
 
     def on_dead(self, name: str, reason: str, now_s: float, *, permanent: bool = False) -> None:
@@ -218,6 +221,7 @@ class Controller:
         self._num_started[pool.role] += 1
         name = f"{pool.role}-{self._num_started[pool.role]}"
         pool.workers[name] = WorkerRecord(name, pool.role, WorkerState.STARTING, now_s)
+        log.info("worker %s starts", name)
         self._launcher.start(name, pool.role)
 
     def _end(
@@ -236,6 +240,8 @@ class Controller:
             )
         elif worker.state is WorkerState.READY:
             pool.note_success()  # it lived long: the replacement starts at once
+        level = logging.INFO if worker.state is WorkerState.DRAINING else logging.WARNING
+        log.log(level, "worker %s (%s) ended: %s", worker.name, _known_id(worker), reason)
         worker.move(WorkerState.DEAD, now_s)
         del pool.workers[worker.name]
         self._publish_changes()  # before the kill: nothing new may go there
@@ -262,10 +268,15 @@ def _checked_size(role: str, size: int) -> int:
     return size
 
 
+def _known_id(worker: WorkerRecord) -> str:
+    """As others know it, once it serves."""
+    return worker.endpoint.worker_id if worker.endpoint else worker.name
+
+
 def _worker_status(worker: WorkerRecord) -> cluster_pb2.WorkerStatus:
     endpoint = worker.endpoint
     return cluster_pb2.WorkerStatus(
-        worker_id=endpoint.worker_id if endpoint else worker.name,
+        worker_id=_known_id(worker),
         role=WIRE_ROLE[worker.role],
         phase=_WIRE_PHASE[worker.state],
         address=endpoint.address if endpoint else "",

@@ -127,11 +127,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="of each part; default: %(default)s")
     parser.add_argument(
         "--dtype", action="append", choices=DTYPES, help="of the KV that is moved; default: both"
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt of `rates`")
+    parser.add_argument(
+        "--tokens", type=int, default=4000, help="of the prompt of `rates`; default: %(default)s"
+    )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--model", default="demo", help="of `exposed`")
     parser.add_argument("--model-dtype", default="auto", help="of `exposed`")

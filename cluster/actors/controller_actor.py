@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from legato.cluster.actors.launcher import RayLauncher
+from legato.cluster.actors.logs import begin_logging
 from legato.cluster.controller import Controller
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class ControllerActor:
     def __init__(
         self, plan: WorkerPlan, targets: Mapping[Role, int], options: ControllerOptions
     ) -> None:
+        begin_logging()
         self._launcher = RayLauncher(plan)
         self._controller = Controller(self._launcher, self._note_change, targets, options)
         self._launcher.controller = self._controller

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from legato.cluster.actors.control_calls import ControlCalls
+from legato.cluster.actors.logs import begin_logging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,7 @@ class RouterActor:
         from legato.cluster.router import Router
         from legato.cluster.text.model_text import ModelText
 
+        begin_logging()
         text = await asyncio.to_thread(ModelText.load, Path(plan.model_path))
         self._router = Router(
             plan.options,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
+from legato.cluster.actors.logs import begin_logging
 from legato.cluster.actors.worker_process import WorkerProcess
 from legato.cluster.controller import StartedWorker
 
@@ -71,9 +71,7 @@ class WorkerActor:
         from legato.worker.server import WorkerServer
         from legato.worker.spare_memory import keep_objects
 
-        # For what workers say at their start, in Ray's folder of logs.
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("legato").setLevel(logging.INFO)
+        begin_logging()
         config = worker_config(role, plan)
         server = WorkerServer(config, on_progress=partial(self._note_progress, config))
         address = await server.start()
