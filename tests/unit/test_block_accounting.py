@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ticket_room import TicketRoom, ticket_request
 
@@ -76,6 +76,16 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(OPERATIONS)
+@example(
+    [
+        ("reserve", 0, 20, 3),
+        ("begin", 0, 0, 0),
+        ("land", 0, 0, 0),
+        ("hand", 0, 0, 0),
+        ("close", 0, 0, 0),
+        ("less", 0, 0, 0),
+    ]
+)
 def test_any_history_of_tickets_keeps_the_pool_whole(
     operations: list[tuple[str, int, int, int]],
 ) -> None:

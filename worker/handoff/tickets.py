@@ -221,7 +221,11 @@ class TicketBook:
             self._pool.register(ticket.lease.blocks[place], hashes[place])
 
     def end_answer(self, ticket: Ticket) -> None:
-        """One answer less goes on, whichever it is; not the last one: then the ticket is closed."""
+        """One answer less goes on, whichever it is; not the last one: then the ticket is closed.
+        Nothing where it is closed: the claims were given back, or the engine has them.
+        """
+        if ticket.state is TicketState.CLOSED:
+            return
         assert ticket.state is not TicketState.DECODING, "the engine has the claims"
         assert len(ticket.claims) > 1, "no answer would be left"
         self._ledger.withdraw(ticket.claims.pop())
