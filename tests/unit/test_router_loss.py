@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -10,6 +11,9 @@ from fake_worker import FakeWorker
 from router_service import Result, Service, ask, collect, expected, until
 
 from legato.protos import common_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def workers(count: int, step_s: float = 0.005) -> list[FakeWorker]:
@@ -314,6 +318,19 @@ async def test_a_gap_in_the_indices_is_an_internal_error_and_no_token_follows_it
         await service.settle()
 
 
+async def refusal_of(service: Service, odd: Mapping[str, str | int]) -> str:
+    """Why a further decode worker, which is odd in these, is not used."""
+    worker = FakeWorker("decode")
+    for name, value in odd.items():
+        setattr(worker, name, value)
+    service.decodes.append(worker)
+    await service.router.set_workers([*service.endpoints, await worker.start()])
+    await until(lambda: bool(service.control.lost))
+    worker_id, reason = service.control.lost[0]
+    assert worker_id == worker.worker_id
+    return str(reason)
+
+
 @pytest.mark.parametrize(
     ("odd", "field"),
     [
@@ -331,14 +348,7 @@ async def test_a_worker_that_does_not_fit_is_refused_naming_the_field(
     odd: dict[str, str | int], field: str
 ) -> None:
     async with Service([FakeWorker("prefill")], workers(1)) as service:
-        worker = FakeWorker("decode")
-        for name, value in odd.items():
-            setattr(worker, name, value)
-        service.decodes.append(worker)
-        await service.router.set_workers([*service.endpoints, await worker.start()])
-        await until(lambda: bool(service.control.lost))
-        assert service.control.lost[0][0] == worker.worker_id
-        assert field in service.control.lost[0][1]
+        assert field in await refusal_of(service, odd)
         assert len(service.router.pool.placeable("decode")) == 1
 
 
@@ -397,15 +407,8 @@ async def test_workers_of_one_pool_are_alike_whatever_the_wire(odd: dict[str, st
     prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
     prefill.kv_wire = decode.kv_wire = "bfloat16"
     async with Service([prefill], [decode]) as service:
-        worker = FakeWorker("decode")
-        worker.kv_wire = "bfloat16"
-        for name, value in odd.items():
-            setattr(worker, name, value)
-        service.decodes.append(worker)
-        await service.router.set_workers([*service.endpoints, await worker.start()])
-        await until(lambda: bool(service.control.lost))
-        assert service.control.lost[0][0] == worker.worker_id
-        assert "expected 'float32'" in service.control.lost[0][1]
+        refusal = await refusal_of(service, {"kv_wire": "bfloat16", **odd})
+        assert "expected 'float32'" in refusal
 
 
 async def test_block_sizes_may_differ() -> None:
