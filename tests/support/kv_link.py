@@ -13,7 +13,7 @@ import google_crc32c
 import grpc
 import torch
 from fake_engine import fake_config
-from ticket_room import KEY, TicketRoom
+from ticket_room import KEY, TicketRoom, ticket_request
 
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.protos.malformed import RefuseMalformed
@@ -42,6 +42,8 @@ WAIT_S = 20.0
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 3, 2, 4, 4
 OK, RESEND = Receipt.STATUS_OK, Receipt.STATUS_RESEND
 REFUSED, COMMITTED = Receipt.STATUS_REFUSED, Receipt.STATUS_COMMITTED
+
+TOKENS = 10  # of the prompt that most tests hand over
 
 
 def message_of(ticket: Ticket, worker_id: str) -> worker_pb2.KvTicket:
@@ -82,6 +84,17 @@ class Rows:
             num_kv_heads=self.heads[1] - self.heads[0],
             sequence=sequence,
         )
+
+
+KV = content(TOKENS)
+# Each layer in two pieces, but the last in one of each head.
+PIECES = [
+    Rows((0, 2), (0, 4)),
+    Rows((0, 2), (4, 10)),
+    Rows((2, 3), (0, 10), (0, 1)),
+    Rows((2, 3), (0, 10), (1, 2)),
+]
+ALL_ROWS = LAYERS * TOKENS
 
 
 class Link:
@@ -295,6 +308,13 @@ class Rig:
 
     def message(self, ticket: Ticket) -> worker_pb2.KvTicket:
         return message_of(ticket, self.identity.worker_id)
+
+    async def opened(self) -> tuple[Ticket, worker_pb2.KvTicket, Link]:
+        """A ticket for TOKENS, and a link on which its transfer is open."""
+        ticket = self.room.reserve(ticket_request(TOKENS))
+        message, link = self.message(ticket), await self.greeted()
+        await link.ok(link.open_bytes(message, TOKENS))
+        return ticket, message, link
 
     def landed(self, ticket: Ticket) -> Tensor:
         assert ticket.lease is not None

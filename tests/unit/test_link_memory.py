@@ -12,11 +12,12 @@ import grpc
 import pytest
 import torch
 from kv_link import (
-    LAYERS,
+    ALL_ROWS,
+    KV,
+    PIECES,
     REFUSED,
     RESEND,
-    Rows,
-    content,
+    TOKENS,
     running_receiver,
 )
 from ticket_room import ticket_request
@@ -30,15 +31,6 @@ if TYPE_CHECKING:
     from kv_link import Link, Rig
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux")
-TOKENS = 10
-KV = content(TOKENS)
-PIECES = [
-    Rows((0, 2), (0, 4)),
-    Rows((0, 2), (4, 10)),
-    Rows((2, 3), (0, 10), (0, 1)),
-    Rows((2, 3), (0, 10), (1, 2)),
-]
-ALL_ROWS = LAYERS * TOKENS
 
 
 async def memory_link(rig: Rig, memory: SenderMemory, **changes: Any) -> Link:  # noqa: ANN401  # of the hello
