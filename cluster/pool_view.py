@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
 
-PROTOCOL_VERSION = 3  # of worker.proto and kv_transfer.proto; workers say theirs
+PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 # So many different requests in a row failed on a worker that still reports: it is broken.
