@@ -118,6 +118,7 @@ class PoolView:
         for worker_id, endpoint in wanted.items():
             if worker_id in self._views:
                 self._views[worker_id].endpoint = endpoint
+                self._views[worker_id].note_departure()
             else:
                 view = self._views[worker_id] = WorkerView(endpoint)
                 self._watches[worker_id] = asyncio.create_task(self._watch(view))

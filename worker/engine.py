@@ -155,8 +155,8 @@ class Engine:
         self._commands.put(Release(sequence, stopped))
 
     def park(self, sequence: Sequence, number: int) -> None:
-        """Takes the sequence out of the batch after the step under way; a ParkedEvent of that number
-        follows, unless it ends before, or is to resume.
+        """Takes the sequence out of the batch after the step under way; a ParkedEvent of that
+        number follows, unless it ends before, or is to resume.
         """
         self._commands.put(Park(sequence, number))
 

@@ -17,8 +17,8 @@ class Parking:
     """A part of CapacityScheduler, on the same sequences.
 
     Only one of the batch is parked, whose prompt is computed: one that waits, or lies in the host's
-    memory, is parked when it has come into the batch. A parked one keeps blocks and claim, and is no
-    victim of preemption. Its rows are all there once the device is done with the steps that were
+    memory, is parked when it has come into the batch. A parked one keeps blocks and claim, and is
+    no victim of preemption. Its rows are all there once the device is done with the steps that were
     under way, and it may turn out then that it has ended.
     """
 

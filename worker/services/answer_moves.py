@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from legato.worker.mailbox import ParkedEvent
     from legato.worker.sequence import Sequence
 
-# A parked answer whose router says nothing goes on here: it may have met a slow client on its way to
-# the word that the answer is parked.
+# A parked answer whose router says nothing goes on here: that it is parked comes behind its tokens,
+# which a slow client may hold up.
 PARKED_FOR_S = 5.0
 
 

@@ -9,8 +9,8 @@ import grpc
 from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.scheduling.claim import NeverFitsError, NoRoomNowError
-from legato.worker.services.call_limit import limited
 from legato.worker.services.answer_moves import AnswerMoves
+from legato.worker.services.call_limit import limited
 from legato.worker.services.decode_call import DecodeCall
 from legato.worker.services.decode_request import DecodeRequest
 from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role

@@ -57,8 +57,8 @@ class DecodeCall:
 
     An answer is in one of three places: it waits for the KV to land (and the ticket has a claim
     for it), it is in the engine (from the beginning where the worker prefills), or it has ended. A
-    task for each answer passes its events on, and one listens for what the router says. gRPC takes one message at
-    a time, and none may be broken off, so a task that is writing is not cancelled while the call
+    task for each answer passes its events on, and one listens to the router. gRPC takes one message
+    at a time, and none may be broken off, so a task that is writing is not cancelled while the call
     goes on.
     """
 
@@ -180,9 +180,7 @@ class DecodeCall:
                 case "resume":
                     self._moves.resume(command.resume)
                 case got:
-                    raise invalid(
-                        f"command is {got}, stop, pause, move or resume is expected now"
-                    )
+                    raise invalid(f"command is {got}, stop, pause, move or resume is expected now")
 
     def _stop(self, answer: int) -> None:
         """Nothing where it has ended: the router cannot know yet."""
