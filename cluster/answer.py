@@ -75,6 +75,11 @@ class Answer:
         self._next = num_replayed
 
     @property
+    def num_taken(self) -> int:
+        """Tokens that the attempt has: those that it began with, and those that came."""
+        return self._next
+
+    @property
     def num_left(self) -> int:
         """Tokens that may still come."""
         return self._spec.max_tokens - len(self.token_ids)

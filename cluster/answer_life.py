@@ -64,6 +64,10 @@ class AnswerLife:
         self.num_replayed = min(len(self.answer.token_ids), room)
         self.answer.begin(self.num_replayed)
 
+    def begin_moved(self) -> None:
+        """The attempt goes on at another worker, which has the KV of all tokens but the last."""
+        self.num_replayed = self.answer.num_taken
+
     def take(
         self,
         tokens: Sequence[worker_pb2.SampledToken],
@@ -132,6 +136,13 @@ class AnswerLife:
         self.timings.kv_bytes_handed_over += done.kv_bytes
         self.timings.kv_transfer_s += done.transfer_s
         self.timings.handoff_reused_tokens += done.reused_tokens
+
+    def count_move(self, moved: worker_pb2.Moved) -> None:
+        """The KV is with another decode worker."""
+        self.timings.moves += 1
+        self.timings.kv_bytes_handed_over += moved.kv_bytes
+        self.timings.kv_transfer_s += moved.transfer_s
+        self.timings.handoff_reused_tokens += moved.reused_tokens
 
     async def _tell(self, response: generation_pb2.GenerateResponse) -> None:
         response.index = self.index

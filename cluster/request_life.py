@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer_life import enter
+from legato.cluster.arrival import stay
 from legato.cluster.attempt import Attempt
 from legato.cluster.errors import unavailable
 from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from legato.cluster.admission import Admission, Placement
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife
+    from legato.cluster.departure import Arrival
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
@@ -54,7 +56,8 @@ class RequestLife:
     seconds_left: Callable[[], float]
     on_end: Callable[[], None]  # nothing is held on any worker; the last finish comes next
     tries: int = 0  # numbers each try for the workers, refused ones included
-    moves: int = 0
+    moves: int = 0  # of its answers, to other workers after a loss
+    kv_moves: int = 0  # and those with their KV, from workers that drained
     has_begun: bool = False  # a worker has taken it on
     num_open: int = field(init=False)  # answers that have not finished
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
@@ -77,6 +80,11 @@ class RequestLife:
         """The answer leaves those that it was served with; they are not disturbed."""
         self.tasks.create_task(serve(self, [answer]))
 
+    def go_on_there(self, answer: AnswerLife, arrival: Arrival) -> None:
+        """The answer leaves those that it was served with: its KV is at another worker."""
+        task = self.tasks.create_task(_serve_there(self, answer, arrival))
+        task.add_done_callback(lambda _: arrival.close())  # also of a task that never ran
+
     def note_end(
         self, error: AttemptEndedError, demand: Demand, answers: Sequence[AnswerLife]
     ) -> None:
@@ -94,8 +102,9 @@ class RequestLife:
         for answer in answers:
             if isinstance(error, PathFailedError):
                 answer.failures += 1
-            elif isinstance(error, WorkerFailedError):
-                # One loss counts once, also where it was met first as KV that did not get there.
+            elif isinstance(error, WorkerFailedError) and not error.view.departing.is_set():
+                # The end of a drain is no failure. One loss counts once, also where it was met
+                # first as KV that did not get there.
                 answer.failures += not answer.was_out_of_reach(error.view)
             answer.refusals += isinstance(error, RefusedError)
             if max(answer.failures, answer.refusals) >= self.max_attempts:
@@ -185,6 +194,12 @@ async def live(life: RequestLife) -> None:
             await serve(life, life.answers)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _serve_there(life: RequestLife, answer: AnswerLife, arrival: Arrival) -> None:
+    group = {0: answer}
+    await stay(life, group, arrival)
+    await serve(life, tuple(group.values()))
 
 
 async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:

@@ -52,6 +52,7 @@ class Counters:
     cancelled: int = 0
     refused: int = 0
     moved: int = 0
+    moved_with_kv: int = 0  # answers, from workers that drained
 
     def count_error(self, error: RequestError) -> None:
         """Refused: the client's fault or a full house. Failed: ours."""
@@ -253,6 +254,7 @@ class Router:
         finally:
             self._forget(life)
             self.counters.moved += life.moves
+            self.counters.moved_with_kv += life.kv_moves
 
     def _forget(self, life: RequestLife) -> None:
         """The id may be used again: by then it may be another's."""

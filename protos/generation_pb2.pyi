@@ -319,6 +319,7 @@ class Timings(_message.Message):
     HANDOFF_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RETARGETS_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Received until a prefill worker had room for it (validation and tokenising included)."""
     ticket_s: _builtins.float
@@ -352,6 +353,7 @@ class Timings(_message.Message):
     kv_tokens_written: _builtins.int
     """Rows of KV that decode or prefill computed and wrote: prompt + N - 1, less what was cached."""
     kv_bytes_handed_over: _builtins.int
+    """Those of `moves` included."""
     attempts: _builtins.int
     """1, plus one for each time the answer was moved to other workers after a failure."""
     prefill_worker: _builtins.str
@@ -366,6 +368,10 @@ class Timings(_message.Message):
     retargets: _builtins.int
     """Of the moves that `attempts` counts, those to another decode worker alone: the prefill worker
     kept the KV and sent it again.
+    """
+    moves: _builtins.int
+    """How often the answer moved to another decode worker with its KV, because its own one drained:
+    nothing was computed again. Not among `attempts`.
     """
     def __init__(
         self,
@@ -392,10 +398,11 @@ class Timings(_message.Message):
         handoff_reused_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         retargets: _builtins.int = ...,
+        moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_forwards", b"decode_forwards", "decode_model_s", b"decode_model_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "delivery_s", b"delivery_s", "handoff_reused_tokens", b"handoff_reused_tokens", "handoff_s", b"handoff_s", "kv_bytes_handed_over", b"kv_bytes_handed_over", "kv_tokens_written", b"kv_tokens_written", "kv_transfer_s", b"kv_transfer_s", "preemptions", b"preemptions", "prefill_forwards", b"prefill_forwards", "prefill_model_s", b"prefill_model_s", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "retargets", b"retargets", "ticket_s", b"ticket_s", "total_s", b"total_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_forwards", b"decode_forwards", "decode_model_s", b"decode_model_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "delivery_s", b"delivery_s", "handoff_reused_tokens", b"handoff_reused_tokens", "handoff_s", b"handoff_s", "kv_bytes_handed_over", b"kv_bytes_handed_over", "kv_tokens_written", b"kv_tokens_written", "kv_transfer_s", b"kv_transfer_s", "moves", b"moves", "preemptions", b"preemptions", "prefill_forwards", b"prefill_forwards", "prefill_model_s", b"prefill_model_s", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "retargets", b"retargets", "ticket_s", b"ticket_s", "total_s", b"total_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
