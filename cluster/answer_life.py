@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer import Ending
+from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
     from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
     from legato.cluster.request import RequestSpec
-    from legato.cluster.timings import Phase, PhaseClock
+    from legato.cluster.request_log import RequestLog
+    from legato.cluster.timings import PhaseClock
     from legato.cluster.worker_calls import PathFailedError
     from legato.cluster.worker_view import WorkerView
     from legato.protos import worker_pb2
 
     Send = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
+
+
+WELL_AFTER_S = 1.0
 
 
 @dataclass(eq=False)
@@ -34,9 +39,11 @@ class AnswerLife:
     clock: PhaseClock
     send: Send  # hands a message to gRPC; returns when the client's flow control took it
     token_text: Callable[[int], str]
+    log: RequestLog
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
+    strikes: int = 0  # failures in a row that may be the request's own doing
     failed_paths: tuple[PathFailedError, ...] = ()  # its KV did not get over these
     no_way_since_s: float | None = None  # when the first of them failed, on the monotonic clock
     refusals: int = 0
@@ -53,6 +60,15 @@ class AnswerLife:
     def num_to_come(self) -> int:
         """Tokens that the attempt may generate, those that come again included."""
         return self.spec.max_tokens - self.num_replayed
+
+    def enter(self, phase: Phase) -> None:
+        """The running phase ends, and `phase` begins."""
+        self.clock.enter(phase)
+        self.note("phase", phase=phase.name.lower(), tokens=len(self.answer.token_ids))
+
+    def note(self, event: str, **fields: str | int | None) -> None:
+        """In the request log."""
+        self.log.note(event, request=self.spec.request_id, answer=self.index, **fields)
 
     def begin(self, prefill_kv_tokens: int) -> None:
         """An attempt begins: with all tokens so far, or as many as prefill has room for.
@@ -93,6 +109,14 @@ class AnswerLife:
         if not others:
             self.no_way_since_s = None
         return was
+
+    @property
+    def was_well(self) -> bool:
+        """Whether the attempt that is ending had decoded for a while. What kills a worker then is
+        hardly this answer: the next attempt begins where this one ended, and if it was, that one
+        soon fails too.
+        """
+        return self.clock.phase is Phase.DECODE and self.clock.in_phase_s >= WELL_AFTER_S
 
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""
@@ -164,4 +188,4 @@ class DecodeFigures:
 def enter(answers: Iterable[AnswerLife], phase: Phase) -> None:
     """For answers that are served together."""
     for answer in answers:
-        answer.clock.enter(phase)
+        answer.enter(phase)

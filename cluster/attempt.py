@@ -45,6 +45,7 @@ class Attempt:
         self._decode: DecodeCall | None = None
         self._prefill: PrefillCall | None = None
         self._handover: Handover | None = None
+        self._number = life.tries
 
     async def run(self) -> None:
         """Returns when no answer is left in the group; then, and where it raises, no call is open
@@ -54,15 +55,25 @@ class Attempt:
             AttemptEndedError: another try may go on with those that are left.
             RequestError: no other is to be made.
         """
+        decode = self._placement.decode
+        for answer in self._group.values():
+            answer.note(
+                "begun",
+                attempt=self._number,
+                prefill=self._placement.prefill.worker_id,
+                decode=decode.worker_id if decode is not None else None,
+            )
         try:
             await self._serve()
         finally:
             self._close()
-            if self._handover is not None:
-                try:
+            try:
+                if self._handover is not None:
                     await self._handover.ended()
-                finally:
-                    self._close()
+            finally:
+                self._close()
+                for answer in self._group.values():
+                    self._note_left(answer)
 
     def _close(self) -> None:
         """Idempotent."""
@@ -72,6 +83,13 @@ class Attempt:
             if call is not None:
                 call.close()
         self._placement.release()
+
+    def _leave(self, number: int) -> None:
+        """The workers have nothing of this answer any more."""
+        self._note_left(self._group.pop(number))
+
+    def _note_left(self, answer: AnswerLife) -> None:
+        answer.note("left", attempt=self._number, tokens=len(answer.answer.token_ids))
 
     async def _serve(self) -> None:
         life, group, placement = self._life, self._group, self._placement
@@ -175,9 +193,9 @@ class Attempt:
                 reason = common_pb2.FINISH_REASON_LENGTH
             delta, ending = answer.take([start.token], reason)
             news.append((answer, delta, ending))
-            answer.clock.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
+            answer.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
             if ending is not None:
-                del self._group[number]
+                self._leave(number)
             else:
                 tokens[number] = start.token.token_id
         return tokens, news
@@ -204,7 +222,7 @@ class Attempt:
                 )
             answer = group[number]
             if isinstance(event, worker_pb2.Preempted):
-                del group[number]
+                self._leave(number)
                 answer.num_preemptions = max(answer.num_preemptions + 1, event.num_preemptions)
                 life.go_on_alone(answer)
                 continue
@@ -213,8 +231,8 @@ class Attempt:
             finished = event.finished and not cut_short
             delta, ending = answer.take(event.tokens, event.finish_reason if finished else None)
             if ending is not None:
-                answer.clock.enter(Phase.DELIVERY)
-                del group[number]
+                answer.enter(Phase.DELIVERY)
+                self._leave(number)
                 if not finished:
                     stopped.add(number)
                     await decode.stop(number)

@@ -57,6 +57,7 @@ class Handover:
         self.joined_at_s = 0.0  # on the monotonic clock
         self.num_retargets = 0
         self._life = life
+        self._number = life.tries  # of the attempt that this is part of
         self._group = group
         self._prefill = prefill
         self._reserve = reserve
@@ -207,6 +208,7 @@ class Handover:
         await self._prefill.retarget(ticket, self.decode.view.endpoint.address)
         for answer in self._group.values():
             answer.timings.retargets += 1
+            answer.note("retargeted", attempt=self._number, decode=self.decode.view.worker_id)
 
     async def _take_ticket(self, lost: AttemptEndedError) -> worker_pb2.KvTicket:
         """Asks one decode worker after the other, as the queue finds room on them."""

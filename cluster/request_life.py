@@ -92,13 +92,16 @@ class RequestLife:
         else:
             self._note_worker(error, answers)
         for answer in answers:
-            if isinstance(error, PathFailedError):
-                answer.failures += 1
-            elif isinstance(error, WorkerFailedError):
-                # One loss counts once, also where it was met first as KV that did not get there.
-                answer.failures += not answer.was_out_of_reach(error.view)
+            # One loss counts once, also where it was met first as KV that did not get there.
+            failed = isinstance(error, PathFailedError) or (
+                isinstance(error, WorkerFailedError) and not answer.was_out_of_reach(error.view)
+            )
+            answer.failures += failed
+            answer.strikes += failed
             answer.refusals += isinstance(error, RefusedError)
-            if max(answer.failures, answer.refusals) >= self.max_attempts:
+            if answer.was_well:
+                answer.strikes = answer.refusals = 0
+            if max(answer.strikes, answer.refusals) >= self.max_attempts:
                 raise unavailable(
                     f"request {self.spec.request_id!r} failed {self.max_attempts} times "
                     f"(limit {self.max_attempts}); last: {error}"
@@ -197,7 +200,7 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
     while answers:
         first = answers[0]
         if first.answer.num_left == 0:  # only the word that this was the end is lost
-            first.clock.enter(Phase.DELIVERY)
+            first.enter(Phase.DELIVERY)
             await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
             return
         enter(answers, Phase.QUEUE)
