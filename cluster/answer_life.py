@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer import Ending
-from legato.cluster.timings import Phase
+from legato.cluster.blame import was_well
 from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
@@ -17,15 +17,12 @@ if TYPE_CHECKING:
     from legato.cluster.answer import Answer
     from legato.cluster.request import RequestSpec
     from legato.cluster.request_log import RequestLog
-    from legato.cluster.timings import PhaseClock
+    from legato.cluster.timings import Phase, PhaseClock
     from legato.cluster.worker_calls import PathFailedError
     from legato.cluster.worker_view import WorkerView
     from legato.protos import worker_pb2
 
     Send = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
-
-
-WELL_AFTER_S = 1.0
 
 
 @dataclass(eq=False)
@@ -43,7 +40,7 @@ class AnswerLife:
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
-    strikes: int = 0  # failures in a row that may be the request's own doing
+    strikes: int = 0  # failures that may be the request's own doing, since it was last well
     failed_paths: tuple[PathFailedError, ...] = ()  # its KV did not get over these
     no_way_since_s: float | None = None  # when the first of them failed, on the monotonic clock
     refusals: int = 0
@@ -112,11 +109,9 @@ class AnswerLife:
 
     @property
     def was_well(self) -> bool:
-        """Whether the attempt that is ending had decoded for a while. What kills a worker then is
-        hardly this answer: the next attempt begins where this one ended, and if it was, that one
-        soon fails too.
-        """
-        return self.clock.phase is Phase.DECODE and self.clock.in_phase_s >= WELL_AFTER_S
+        """Whether the attempt that is ending had decoded for a while."""
+        num_new_tokens = len(self.answer.token_ids) - self.num_replayed
+        return was_well(self.clock.phase, self.clock.in_phase_s, num_new_tokens)
 
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""

@@ -58,8 +58,8 @@ class RouterOptions:
     default_deadline_s: float = 600.0
     # No report of a worker for this long: it hangs, and is left out.
     worker_silence_s: float = 2.0
-    # So many attempts in a row may end with a loss before a request is taken to be the cause. One
-    # that had decoded for a while does not count: see `AnswerLife.was_well`.
+    # So many losses of workers that may have been a request's own doing (see `blame`), or
+    # so many refusals in a row, end it.
     max_attempts: int = 4
     # A small request may pass a blocked bigger one until that one has waited this long.
     max_passed_over_s: float = 2.0

@@ -183,7 +183,7 @@ class Handover:
         """Unless the router lacks the decode worker as well: then it is that one's loss."""
         prefill, decode = self._prefill.view, self.decode.view
         if decode.state is not ViewState.READY:
-            return WorkerFailedError(decode, f"hand-off failed: {reason}")
+            return WorkerFailedError(decode, f"hand-off failed: {reason}", gone=True)
         error = PathFailedError(prefill, decode, reason, refused=refused)
         self._life.pool.paths.failed(error.path)
         return error
@@ -217,7 +217,7 @@ class Handover:
             self.decode.close()
             self.placement.give_up_decode()
             answers = tuple(self._group.values())
-            life.note_end(error, self.placement.demand, answers)
+            life.note_end(error, self.placement.demand, answers, kv_under_way=True)
             first = answers[0]
             demand = replace(self.placement.demand, avoid=first.avoid)
             self.placement = await life.admission.place(
@@ -225,9 +225,9 @@ class Handover:
             )
             assert self.placement.decode is not None, "there is something to decode"
             life.tries += 1
-            self.decode = DecodeCall(self.placement.decode, life.seconds_left())
             self._reserve.key.attempt = life.tries
             try:
+                self.decode = DecodeCall(self.placement.decode, life.seconds_left())
                 ticket = await self.decode.reserve(self._reserve)
             except AttemptEndedError as ended:
                 error = ended

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from legato.cluster import blame
 from legato.cluster.answer_life import enter
 from legato.cluster.attempt import Attempt
 from legato.cluster.errors import unavailable
@@ -78,9 +79,17 @@ class RequestLife:
         self.tasks.create_task(serve(self, [answer]))
 
     def note_end(
-        self, error: AttemptEndedError, demand: Demand, answers: Sequence[AnswerLife]
+        self,
+        error: AttemptEndedError,
+        demand: Demand,
+        answers: Sequence[AnswerLife],
+        *,
+        kv_under_way: bool = False,
     ) -> None:
-        """An attempt at `answers` ended early; raises RequestError where there were too many."""
+        """An attempt at `answers` ended early; raises RequestError where there were too many.
+
+        `kv_under_way`: prefill goes on, or its KV has not arrived.
+        """
         log.info("request %s: %s", self.spec.request_id, error)
         if isinstance(error, KvGoneError):
             return  # nobody's fault but that of the decode worker, whose loss is noted
@@ -97,13 +106,19 @@ class RequestLife:
                 isinstance(error, WorkerFailedError) and not answer.was_out_of_reach(error.view)
             )
             answer.failures += failed
-            answer.strikes += failed
             answer.refusals += isinstance(error, RefusedError)
             if answer.was_well:
                 answer.strikes = answer.refusals = 0
-            if max(answer.strikes, answer.refusals) >= self.max_attempts:
+            elif not (isinstance(error, WorkerFailedError) and error.gone) or blame.may_be_cause(
+                error.view.endpoint.role, answer.clock.phase, kv_under_way=kv_under_way
+            ):
+                answer.strikes += failed
+            if answer.refusals >= self.max_attempts or blame.gives_up(
+                answer.strikes, answer.failures, self.max_attempts
+            ):
+                count = max(answer.failures, answer.refusals)
                 raise unavailable(
-                    f"request {self.spec.request_id!r} failed {self.max_attempts} times "
+                    f"request {self.spec.request_id!r} failed {count} times "
                     f"(limit {self.max_attempts}); last: {error}"
                 )
 

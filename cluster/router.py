@@ -269,15 +269,17 @@ class Router:
             answers=spec.num_answers,
             prompt_tokens=len(spec.prompt_token_ids),
         )
-        outcome = "failed"
+        outcome, reason = "completed", ""
         try:
             await live(life)
-            outcome = "completed"
         except (asyncio.CancelledError, ClientGoneError):
             outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
             raise
+        except Exception as error:
+            outcome, reason = "failed", str(error) or repr(error)
+            raise
         finally:
-            self._log.note("ended", request=spec.request_id, outcome=outcome)
+            self._log.note("ended", request=spec.request_id, outcome=outcome, reason=reason)
             self._forget(life)
             self.counters.moved += life.moves
 

@@ -114,8 +114,9 @@ def _check_text(
     finish = call.finish(answer)
     text, whole = call.text(answer), decode(call.token_ids(answer))
     if finish is not None and finish.finish_reason == common_pb2.FINISH_REASON_STOP:
-        # All up to the stop string or the stop token, whose text is not delivered.
-        if whole.startswith(text) and whole.removeprefix(text).startswith(finish.stop_reason):
+        # All up to the stop string, or to the stop token, which may have no text.
+        rest = whole.removeprefix(text)
+        if whole == text + rest and (not rest or rest.startswith(finish.stop_reason)):
             return []
     elif whole == text:
         return []

@@ -113,5 +113,7 @@ async def test_how_it_ended_is_told(tmp_path: Path) -> None:
     assert outcomes[:2] == ["completed", "cancelled"]
     assert outcomes[2] in ("deadline", "cancelled")  # the client may be the first to notice
     assert outcomes[3:] == ["failed"]
+    (reason,) = [line["reason"] for line in lines(path) if line.get("outcome") == "failed"]
+    assert "failed 1 times (limit 1)" in reason
     received = [line for line in lines(path) if line["event"] == "received"]
     assert [line["answers"] for line in received] == [2, 1, 1, 1]

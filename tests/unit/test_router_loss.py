@@ -276,7 +276,7 @@ async def test_with_a_deadline_it_waits_for_a_worker_until_that_is_near() -> Non
 async def test_losses_of_workers_that_had_decoded_for_a_while_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("legato.cluster.answer_life.WELL_AFTER_S", 0.0)
+    monkeypatch.setattr("legato.cluster.blame.WELL_AFTER_S", 0.0)
     decodes = workers(4)
     async with Service([FakeWorker("prefill")], decodes, max_attempts=2) as service:
         reading = asyncio.create_task(collect(service, ask("hello", 200)))
