@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from legato.cluster.pool_view import PoolView
 
 _NO_PATHS: Closed = frozenset()
+# Before its deadline a request that waits for a worker is told that none came: three times the
+# router's longest pause between two looks at the queue.
+LAST_WORD_S = 0.75
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,10 @@ class Entry:
     Answers that are served together wait in the first one's place.
     """
 
-    def __init__(self, arrival: int, now: float) -> None:
+    def __init__(self, arrival: int, now: float, deadline: float | None) -> None:
         self.arrival = arrival  # by requests, then by answers
         self.arrived_at = now
+        self.deadline = deadline  # that the client has set, on the same clock
         self.waiting_since = now  # of the present wait
         self.demand = Demand(prefill_tokens=0, decode_tokens=0)
         self.placed: asyncio.Future[Placement] | None = None
@@ -127,11 +131,11 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
-    def enter(self, num_answers: int) -> list[Entry]:
-        """A request arrives: a place for each of its answers."""
+    def enter(self, num_answers: int, deadline: float | None = None) -> list[Entry]:
+        """A request arrives: a place for each of its answers. `deadline`: its client's, if any."""
         first, now = self._arrivals + 1, self._now()
         self._arrivals += num_answers
-        return [Entry(first + index, now) for index in range(num_answers)]
+        return [Entry(first + index, now, deadline) for index in range(num_answers)]
 
     async def place(
         self, entry: Entry, demand: Demand, *, first: bool, keep: Placement | None = None
@@ -311,17 +315,24 @@ class Admission:
                     continue
                 if workers and not any(w.can_ever_hold(entry.demand) for w in workers):
                     error = unavailable(_hopeless(entry.demand, workers))
-                elif empty_since is not None and (
-                    now - max(empty_since, entry.waiting_since) >= self._options.worker_wait_s
-                ):
+                elif empty_since is not None and now >= self._waits_until(entry, empty_since):
+                    waited_s = now - max(empty_since, entry.waiting_since)
+                    near = "" if entry.deadline is None else ", and the call's deadline is near"
                     error = unavailable(
-                        f"the {role} pool has had no ready worker for "
-                        f"{self._options.worker_wait_s:g} s"
+                        f"the {role} pool has had no ready worker for {waited_s:.3g} s{near}"
                     )
                 else:
                     continue
                 self._waiting.remove(entry)
                 entry.placed.set_exception(error)
+
+    def _waits_until(self, entry: Entry, empty_since: float) -> float:
+        """How long it may wait for any worker at all. A deadline says how long its client would,
+        who is told just before it and still listens.
+        """
+        if entry.deadline is None:
+            return max(empty_since, entry.waiting_since) + self._options.worker_wait_s
+        return max(entry.waiting_since, entry.deadline - LAST_WORD_S)
 
     def _check_bounds(self, entry: Entry) -> None:
         """One that comes back is refused only where those before it fill the queue."""

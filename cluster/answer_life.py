@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer import Ending
+from legato.cluster.blame import was_well
 from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
     from legato.cluster.request import RequestSpec
+    from legato.cluster.request_log import RequestLog
     from legato.cluster.timings import Phase, PhaseClock
     from legato.cluster.worker_calls import PathFailedError
     from legato.cluster.worker_view import WorkerView
@@ -34,9 +36,11 @@ class AnswerLife:
     clock: PhaseClock
     send: Send  # hands a message to gRPC; returns when the client's flow control took it
     token_text: Callable[[int], str]
+    log: RequestLog
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
+    strikes: int = 0  # failures that may be the request's own doing, since it was last well
     failed_paths: tuple[PathFailedError, ...] = ()  # its KV did not get over these
     no_way_since_s: float | None = None  # when the first of them failed, on the monotonic clock
     refusals: int = 0
@@ -53,6 +57,23 @@ class AnswerLife:
     def num_to_come(self) -> int:
         """Tokens that the attempt may generate, those that come again included."""
         return self.spec.max_tokens - self.num_replayed
+
+    def enter(self, phase: Phase) -> None:
+        """The running phase ends, and `phase` begins."""
+        self.clock.enter(phase)
+        self.note("phase", phase=phase.name.lower(), tokens=len(self.answer.token_ids))
+
+    def note(self, event: str, **fields: str | int | None) -> None:
+        """In the request log."""
+        self.log.note(event, request=self.spec.request_id, answer=self.index, **fields)
+
+    def note_begun(self, attempt: int, prefill: str | None, decode: str | None) -> None:
+        """These workers have it, in the attempt of this number. `prefill` None: its KV moved."""
+        self.note("begun", attempt=attempt, prefill=prefill, decode=decode)
+
+    def note_left(self, attempt: int) -> None:
+        """The workers of that attempt have nothing of it any more."""
+        self.note("left", attempt=attempt, tokens=len(self.answer.token_ids))
 
     def begin(self, prefill_kv_tokens: int) -> None:
         """An attempt begins: with all tokens so far, or as many as prefill has room for.
@@ -97,6 +118,12 @@ class AnswerLife:
         if not others:
             self.no_way_since_s = None
         return was
+
+    @property
+    def was_well(self) -> bool:
+        """Whether the attempt that is ending had decoded for a while."""
+        num_new_tokens = len(self.answer.token_ids) - self.num_replayed
+        return was_well(self.clock.phase, self.clock.in_phase_s, num_new_tokens)
 
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""
@@ -175,4 +202,4 @@ class DecodeFigures:
 def enter(answers: Iterable[AnswerLife], phase: Phase) -> None:
     """For answers that are served together."""
     for answer in answers:
-        answer.clock.enter(phase)
+        answer.enter(phase)

@@ -19,14 +19,24 @@ async def stay(life: RequestLife, group: Group, arrival: Arrival) -> None:
     """
     [answer] = group.values()
     call = arrival.call
+    answer.note_begun(arrival.attempt, None, call.view.worker_id)
     try:
         answer.begin_moved()
         await call.start({0: answer.answer.token_ids[answer.num_replayed - 1]})
         await arrival.joined
-        stream = DecodeStream(life, group, call, arrival.placement, on_end=arrival.close)
+        stream = DecodeStream(
+            life,
+            group,
+            call,
+            arrival.placement,
+            attempt=arrival.attempt,
+            on_end=arrival.close,
+        )
         await stream.pass_on()
         call.view.failed_requests.clear()
     except AttemptEndedError as error:
         life.note_end(error, arrival.placement.demand, tuple(group.values()))
     finally:
         arrival.close()
+        for left in group.values():
+            left.note_left(arrival.attempt)

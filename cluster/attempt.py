@@ -41,6 +41,7 @@ class Attempt:
         self._decode: DecodeCall | None = None
         self._prefill: PrefillCall | None = None
         self._handover: Handover | None = None
+        self._number = life.tries
 
     async def run(self) -> None:
         """Returns when no answer is left in the group; then, and where it raises, no call is open
@@ -50,15 +51,22 @@ class Attempt:
             AttemptEndedError: another try may go on with those that are left.
             RequestError: no other is to be made.
         """
+        prefill, decode = self._placement.prefill, self._placement.decode
+        for answer in self._group.values():
+            answer.note_begun(
+                self._number, prefill.worker_id, decode.worker_id if decode is not None else None
+            )
         try:
             await self._serve()
         finally:
             self._close()
-            if self._handover is not None:
-                try:
+            try:
+                if self._handover is not None:
                     await self._handover.ended()
-                finally:
-                    self._close()
+            finally:
+                self._close()
+                for answer in self._group.values():
+                    answer.note_left(self._number)
 
     def _close(self) -> None:
         """Idempotent."""
@@ -171,9 +179,9 @@ class Attempt:
                 reason = common_pb2.FINISH_REASON_LENGTH
             delta, ending = answer.take([start.token], reason)
             news.append((answer, delta, ending))
-            answer.clock.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
+            answer.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
             if ending is not None:
-                del self._group[number]
+                self._group.pop(number).note_left(self._number)
             else:
                 tokens[number] = start.token.token_id
         return tokens, news
@@ -192,6 +200,7 @@ class Attempt:
             self._group,
             decode,
             self._placement,
+            attempt=self._number,
             on_end=self._close,
             before_end=figures,
         )

@@ -58,15 +58,19 @@ class RouterOptions:
     default_deadline_s: float = 600.0
     # No report of a worker for this long: it hangs, and is left out.
     worker_silence_s: float = 2.0
-    # How often a request may be moved to other workers after a loss.
+    # So many losses of workers that may have been a request's own doing (see `blame`), or
+    # so many refusals in a row, end it.
     max_attempts: int = 4
     # A small request may pass a blocked bigger one until that one has waited this long.
     max_passed_over_s: float = 2.0
-    # No worker of a role for this long: a request that needs one fails with UNAVAILABLE.
+    # No worker of a role for this long: a request that needs one fails with UNAVAILABLE, unless its
+    # client has set a deadline: then it waits until that is near.
     worker_wait_s: float = 30.0
     # Prompt tokens without KV on the decode worker that it may compute itself, where that costs
     # less than prefill elsewhere and the hand-off; 0 is off.
     local_prefill_tokens: int = 128
+    # A file for lines about every request; see docs/operations.md.
+    request_log: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class ServiceConfig:
     worker_cpus: float | None = None
     worker_gpus: float | None = None
     start_timeout_s: float = 120.0
+    restart: bool = True  # replace workers that are lost
     engine: EngineOptions = EngineOptions()
     # Of the decode workers, where they differ from `engine`: see `legato.protos.kv_fit`.
     decode_dtype: str | None = None

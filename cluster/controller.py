@@ -124,8 +124,8 @@ class Controller:
         sizes = {role: _checked_size(role, size) for role, size in targets.items()}
         for role, size in sizes.items():
             pool = self._pools[role]
-            if size != pool.target:
-                pool.target = size
+            if size != pool.target or pool.num_lost:
+                pool.target, pool.num_lost = size, 0
                 pool.note_success()  # the operator asks anew: try at once
         self.step(now_s)
         return {role: pool.target for role, pool in self._pools.items()}
@@ -199,7 +199,7 @@ class Controller:
         """Why a pool cannot reach its target by itself any more; empty while it may."""
         for pool in self._pools.values():
             ready = len(pool.in_state(WorkerState.READY))
-            if ready < pool.target and pool.gives_up(self._options):
+            if ready < pool.target and (pool.num_lost or pool.gives_up(self._options)):
                 return pool.last_failure
         return ""
 
@@ -236,10 +236,17 @@ class Controller:
     ) -> None:
         if failed:
             pool.note_failed_start(
-                f"{worker.name}: {reason}", now_s, self._options, permanent=permanent
+                f"{worker.name}: {reason}",
+                now_s,
+                self._options,
+                was_ready=worker.state is WorkerState.READY,
+                permanent=permanent,
             )
         elif worker.state is WorkerState.READY:
             pool.note_success()  # it lived long: the replacement starts at once
+        if not self._options.restart and (failed or worker.state is WorkerState.READY):
+            pool.num_lost += 1
+            pool.last_failure = f"{worker.name}: {reason}"
         level = logging.INFO if worker.state is WorkerState.DRAINING else logging.WARNING
         log.log(level, "worker %s (%s) ended: %s", worker.name, _known_id(worker), reason)
         worker.move(WorkerState.DEAD, now_s)

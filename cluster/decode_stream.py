@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from legato.cluster.admission import Placement
-    from legato.cluster.answer_life import Group
+    from legato.cluster.answer_life import AnswerLife, Group
     from legato.cluster.departures import MoveWord
     from legato.cluster.request_life import RequestLife
     from legato.cluster.worker_calls import DecodeCall
@@ -30,6 +30,7 @@ class DecodeStream:
         decode: DecodeCall,
         placement: Placement,
         *,
+        attempt: int,
         on_end: Callable[[], None],
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -40,6 +41,7 @@ class DecodeStream:
         self._group = group
         self._decode = decode
         self._placement = placement
+        self._attempt = attempt
         self._on_end = on_end
         self._before_end = before_end
         self._stopped: set[int] = set()
@@ -70,7 +72,7 @@ class DecodeStream:
                     figures[number].count(event)
                     await self._take(event, departures)
                 elif isinstance(event, worker_pb2.Preempted):
-                    answer = self._group.pop(number)
+                    answer = self._leave(number)
                     await departures.drop(number)
                     before = answer.num_preemptions
                     answer.num_preemptions = max(before + 1, event.num_preemptions)
@@ -87,8 +89,8 @@ class DecodeStream:
         finished = tokens.finished and not cut_short
         delta, ending = answer.take(tokens.tokens, tokens.finish_reason if finished else None)
         if ending is not None:
-            answer.clock.enter(Phase.DELIVERY)
-            del group[number]
+            answer.enter(Phase.DELIVERY)
+            self._leave(number)
             if not finished:
                 self._stopped.add(number)
                 await self._decode.stop(number)
@@ -107,9 +109,15 @@ class DecodeStream:
         arrival = departures.hear(word)
         if not isinstance(word, worker_pb2.Moved):
             return
-        answer = self._group.pop(word.answer)
+        answer = self._leave(word.answer)
         if arrival is not None:
             self._life.go_on_there(answer, arrival)
         else:  # its Resume came too late: the KV is gone from here, and nobody has it elsewhere
             self._life.go_on_alone(answer)
         await departures.drop(word.answer)
+
+    def _leave(self, number: int) -> AnswerLife:
+        """Of this call the answer wants nothing more."""
+        answer = self._group.pop(number)
+        answer.note_left(self._attempt)
+        return answer

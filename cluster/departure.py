@@ -44,6 +44,7 @@ class Arrival:
 
     call: DecodeCall
     placement: Placement
+    attempt: int  # as the ticket there has it
     joined: asyncio.Task[None]  # ends where it has joined the batch, or that worker is lost
 
     def close(self) -> None:
@@ -214,7 +215,7 @@ class Departure:
         # The target says nothing before Start: a read there tells only of its loss.
         joined = asyncio.create_task(target.joined())
         joined.add_done_callback(_seen)
-        self._arrival = Arrival(target, placement, joined)
+        self._arrival = Arrival(target, placement, ticket.key.attempt, joined)
         address = target.view.endpoint.address
         self._source.move(self._number, self._move, ticket, address)
         hearing = asyncio.create_task(self._words.get())

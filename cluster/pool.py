@@ -47,8 +47,11 @@ class ControllerOptions:
     # crashes on its first request would otherwise be replaced for ever at full speed.
     early_life_s: float = 5.0
     max_failed_starts: int = 3
-    backoff_s: float = 0.5  # after the first failed start; doubled after the second
-    pause_s: float = 30.0  # after `max_failed_starts` in a row
+    backoff_s: float = 0.5  # after the first failed start; doubled after each further one
+    # After `max_failed_starts` in a row of workers that never were ready. Those that were may have
+    # been struck by chance: for them it is only where the doubling ends.
+    pause_s: float = 30.0
+    restart: bool = True  # False: a worker that is lost is not replaced until somebody scales
 
 
 @dataclass
@@ -81,23 +84,30 @@ class Pool:
     next_start_s: float = 0.0  # no start before this moment
     last_failure: str = ""
     failure_is_permanent: bool = False  # the model or the settings are wrong: trying helps nothing
+    num_lost: int = 0  # and not to be replaced
 
     def in_state(self, *states: WorkerState) -> list[WorkerRecord]:
         """Those in one of `states`, oldest first."""
         return [worker for worker in self.workers.values() if worker.state in states]
 
     def note_failed_start(
-        self, reason: str, now_s: float, options: ControllerOptions, *, permanent: bool
+        self,
+        reason: str,
+        now_s: float,
+        options: ControllerOptions,
+        *,
+        was_ready: bool,
+        permanent: bool,
     ) -> None:
         """Counts one, and sets when the next start may be."""
         self.failed_starts += 1
         self.last_failure = reason
         self.last_failure_s = now_s
         self.failure_is_permanent = permanent
-        if permanent or self.failed_starts >= options.max_failed_starts:
-            self.next_start_s = now_s + options.pause_s
-        else:
-            self.next_start_s = now_s + options.backoff_s * 2 ** (self.failed_starts - 1)
+        wait_s = min(options.backoff_s * 2.0 ** min(self.failed_starts - 1, 32), options.pause_s)
+        if permanent or (not was_ready and self.failed_starts >= options.max_failed_starts):
+            wait_s = options.pause_s
+        self.next_start_s = now_s + wait_s
 
     def note_success(self) -> None:
         """Forgets failures."""
@@ -152,6 +162,7 @@ def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]
     the ready ones (newest first), which drain.
     """
     actions: list[Action] = []
+    target = pool.target - pool.num_lost
     starting = pool.in_state(WorkerState.STARTING)
     late = [w for w in starting if now_s - w.since_s > options.start_timeout_s]
     actions += [
@@ -166,7 +177,7 @@ def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]
     ]
     on_time = [w for w in starting if w not in late]
     ready = pool.in_state(WorkerState.READY)
-    surplus = len(on_time) + len(ready) - pool.target
+    surplus = len(on_time) + len(ready) - target
     if surplus > 0:
         superfluous = on_time[::-1][:surplus]
         actions += [Kill(w.name, "the pool was scaled in", failed=False) for w in superfluous]
@@ -192,6 +203,9 @@ def describe(
     if draining:
         parts.append(f"{draining} draining")
     parts += sorted(set(waiting))
+    if pool.num_lost:
+        parts.append(f"{pool.num_lost} lost and not replaced; last: {pool.last_failure}")
+        return "; ".join(parts)
     if ready < pool.target and pool.last_failure:
         wait_s = max(0.0, pool.next_start_s - now_s)
         again = f"next try in {wait_s:.0f} s" if not starting else "trying again"

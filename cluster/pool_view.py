@@ -91,9 +91,12 @@ class PoolView:
         *,
         worker_silence_s: float,
         on_change: Callable[[], None],
+        on_worker: Callable[[str, str, str], None] = lambda worker_id, state, reason: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_worker` hears of each change: the id, ready, draining, lost or gone, and why."""
         self._control = control
+        self._on_worker = on_worker
         self._silence_s = worker_silence_s
         self._on_change = on_change
         self._now = now
@@ -115,6 +118,7 @@ class PoolView:
         for worker_id in self._views.keys() - wanted.keys():
             self._watches.pop(worker_id).cancel()
             self._chore(self._views.pop(worker_id).close("it left the pool"))
+            self._on_worker(worker_id, "gone", "it left the pool")
         for worker_id, endpoint in wanted.items():
             if worker_id in self._views:
                 self._views[worker_id].endpoint = endpoint
@@ -182,6 +186,7 @@ class PoolView:
         """The worker hangs or is dead: its calls end, the controller is told, once."""
         if view.lose(reason):
             log.warning("worker %s lost: %s", view.worker_id, reason)
+            self._on_worker(view.worker_id, "lost", reason)
             self._chore(self._control.report_lost(view.worker_id, reason))
             self.changed()
 
@@ -259,9 +264,9 @@ class PoolView:
 
     def _accept(self, view: WorkerView, report: worker_pb2.WorkerReport) -> None:
         if view.accept_report(report, self._now()):
-            log.info(
-                "worker %s: %s", view.worker_id, common_pb2.WorkerPhase.Name(report.phase).lower()
-            )
+            phase = common_pb2.WorkerPhase.Name(report.phase).lower()
+            log.info("worker %s: %s", view.worker_id, phase)
+            self._on_worker(view.worker_id, phase.removeprefix("worker_phase_"), "")
         if report.phase == common_pb2.WORKER_PHASE_DEAD:
             self.lose(view, "it reports that its engine is dead")
         elif (

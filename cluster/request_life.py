@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from legato.cluster import blame
 from legato.cluster.answer_life import enter
 from legato.cluster.arrival import stay
 from legato.cluster.attempt import Attempt
@@ -86,9 +87,17 @@ class RequestLife:
         task.add_done_callback(lambda _: arrival.close())  # also of a task that never ran
 
     def note_end(
-        self, error: AttemptEndedError, demand: Demand, answers: Sequence[AnswerLife]
+        self,
+        error: AttemptEndedError,
+        demand: Demand,
+        answers: Sequence[AnswerLife],
+        *,
+        kv_under_way: bool = False,
     ) -> None:
-        """An attempt at `answers` ended early; raises RequestError where there were too many."""
+        """An attempt at `answers` ended early; raises RequestError where there were too many.
+
+        `kv_under_way`: prefill goes on, or its KV has not arrived.
+        """
         log.info("request %s: %s", self.spec.request_id, error)
         if isinstance(error, KvGoneError):
             return  # nobody's fault but that of the decode worker, whose loss is noted
@@ -100,16 +109,27 @@ class RequestLife:
         else:
             self._note_worker(error, answers)
         for answer in answers:
-            if isinstance(error, PathFailedError):
-                answer.failures += 1
-            elif isinstance(error, WorkerFailedError) and not error.view.departing.is_set():
-                # The end of a drain is no failure. One loss counts once, also where it was met
-                # first as KV that did not get there.
-                answer.failures += not answer.was_out_of_reach(error.view)
+            # One loss counts once, also where it was met first as KV that did not arrive. The end
+            # of a drain is no failure.
+            failed = isinstance(error, PathFailedError) or (
+                isinstance(error, WorkerFailedError)
+                and not error.view.departing.is_set()
+                and not answer.was_out_of_reach(error.view)
+            )
+            answer.failures += failed
             answer.refusals += isinstance(error, RefusedError)
-            if max(answer.failures, answer.refusals) >= self.max_attempts:
+            if answer.was_well:
+                answer.strikes = answer.refusals = 0
+            elif not (isinstance(error, WorkerFailedError) and error.gone) or blame.may_be_cause(
+                error.view.endpoint.role, answer.clock.phase, kv_under_way=kv_under_way
+            ):
+                answer.strikes += failed
+            if answer.refusals >= self.max_attempts or blame.gives_up(
+                answer.strikes, answer.failures, self.max_attempts
+            ):
+                count = max(answer.failures, answer.refusals)
                 raise unavailable(
-                    f"request {self.spec.request_id!r} failed {self.max_attempts} times "
+                    f"request {self.spec.request_id!r} failed {count} times "
                     f"(limit {self.max_attempts}); last: {error}"
                 )
 
@@ -212,7 +232,7 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
     while answers:
         first = answers[0]
         if first.answer.num_left == 0:  # only the word that this was the end is lost
-            first.clock.enter(Phase.DELIVERY)
+            first.enter(Phase.DELIVERY)
             await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
             return
         enter(answers, Phase.QUEUE)

@@ -21,6 +21,7 @@ from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
+from legato.cluster.request_log import RequestLog
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
 
@@ -99,8 +100,12 @@ class Router:
         self.owner_host = owner_host
         self.counters = Counters()
         self.started_at = time.monotonic()
+        self._log = RequestLog(options.request_log)
         self.pool = PoolView(
-            control, worker_silence_s=options.worker_silence_s, on_change=self._on_change
+            control,
+            worker_silence_s=options.worker_silence_s,
+            on_change=self._on_change,
+            on_worker=self._note_worker,
         )
         self.admission = Admission(options, self.pool)
         self._costs = PrefillCostBook()
@@ -151,6 +156,7 @@ class Router:
             await asyncio.wait({self._ticker})
         await self.pool.close()
         self._parsers.shutdown(wait=False, cancel_futures=True)
+        self._log.close()
 
     async def _wait_idle(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -183,7 +189,13 @@ class Router:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clocks, time.monotonic() + limit_s)
+                    await self._generate(
+                        request,
+                        send,
+                        clocks,
+                        time.monotonic() + limit_s,
+                        given=time_left_s is not None,
+                    )
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -210,6 +222,8 @@ class Router:
         send: Send,
         clocks: list[PhaseClock],
         deadline: float,
+        *,
+        given: bool,
     ) -> None:
         spec = await self._admit(request)
         if spec.request_id in self._in_flight:
@@ -224,7 +238,7 @@ class Router:
             async with sending:  # gRPC takes one message of a call at a time
                 await send(response)
 
-        entries = self.admission.enter(spec.num_answers)
+        entries = self.admission.enter(spec.num_answers, deadline if given else None)
         min_tokens = spec.sampling.min_tokens
         life = RequestLife(
             spec=spec,
@@ -237,6 +251,7 @@ class Router:
                     clock=clock,
                     send=send_in_turn,
                     token_text=self.text.token_text,
+                    log=self._log,
                 )
                 for index, (entry, clock) in enumerate(zip(entries, clocks, strict=True))
             ],
@@ -249,9 +264,23 @@ class Router:
             on_end=lambda: self._forget(life),
         )
         self._in_flight[spec.request_id] = life
+        self._log.note(
+            "received",
+            request=spec.request_id,
+            answers=spec.num_answers,
+            prompt_tokens=len(spec.prompt_token_ids),
+        )
+        outcome, reason = "completed", ""
         try:
             await live(life)
+        except (asyncio.CancelledError, ClientGoneError):
+            outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
+            raise
+        except Exception as error:
+            outcome, reason = "failed", str(error) or repr(error)
+            raise
         finally:
+            self._log.note("ended", request=spec.request_id, outcome=outcome, reason=reason)
             self._forget(life)
             self.counters.moved += life.moves
             self.counters.moved_with_kv += life.kv_moves
@@ -305,6 +334,9 @@ class Router:
         """Why the service is not ready, in words."""
         pools = [role for role, since in self.pool.empty_since.items() if since is not None]
         return f"no ready worker in the {' and the '.join(pools)} pool" if pools else "nothing"
+
+    def _note_worker(self, worker_id: str, state: str, reason: str) -> None:
+        self._log.note("worker", worker=worker_id, state=state, reason=reason)
 
     def _on_change(self) -> None:
         self.admission.wake()

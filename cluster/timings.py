@@ -48,6 +48,11 @@ class PhaseClock:
         """The phase that runs."""
         return self._phase
 
+    @property
+    def in_phase_s(self) -> float:
+        """Seconds since it began."""
+        return self._now() - self._entered
+
     def enter(self, phase: Phase) -> None:
         """Ends the running phase and begins `phase` at the same instant."""
         now = self._now()

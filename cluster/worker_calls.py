@@ -10,6 +10,7 @@ import grpc
 
 from legato.cluster.cancellation import check_cancellation
 from legato.cluster.errors import RequestError
+from legato.cluster.worker_view import ViewState
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
@@ -81,6 +82,11 @@ class PathFailedError(AttemptEndedError):
 class WorkerFailedError(AttemptEndedError):
     """The worker is lost, or failed at this request."""
 
+    def __init__(self, view: WorkerView, reason: str, *, gone: bool = False) -> None:
+        """`gone`: it did not say so itself; it does not answer any more."""
+        super().__init__(view, reason)
+        self.gone = gone
+
 
 class WorkerFaultError(Exception):
     """A worker broke the protocol, or says that the router did: a bug, never retried."""
@@ -112,10 +118,18 @@ def _meaning(
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return RefusedError(view, text or code.name)
     if code in _FAILED:
-        return WorkerFailedError(view, f"{code.name} {text}")
+        gone = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        return WorkerFailedError(view, f"{code.name} {text}", gone=gone)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(code, "the request's deadline passed while a worker served it")
     return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {text}")
+
+
+def _check_there(view: WorkerView) -> None:
+    # A call that begins after the loss is one that the loss does not end; and a channel that is
+    # closed takes none.
+    if view.state in (ViewState.LOST, ViewState.CLOSED):
+        raise WorkerFailedError(view, view.lost_reason, gone=True)
 
 
 class _Call:
@@ -200,15 +214,16 @@ class _Call:
 
     def _lost(self) -> WorkerFailedError:
         """The view lost its worker and cancelled the call, or the worker's server did."""
-        return WorkerFailedError(
-            self.view, self.view.lost_reason or "the worker cancelled the call"
-        )
+        reason = self.view.lost_reason or "the worker cancelled the call"
+        return WorkerFailedError(self.view, reason, gone=True)
 
 
 class PrefillCall(_Call):
     """The prompt's way through a prefill worker, and its KV's way out of it."""
 
     def __init__(self, view: WorkerView, timeout_s: float) -> None:
+        """Raises WorkerFailedError where the worker was lost since it was chosen."""
+        _check_there(view)
         self._call = view.prefill.Prefill(timeout=timeout_s)
         super().__init__(view, self._call)
 
@@ -260,6 +275,8 @@ class DecodeCall(_Call):
     """The whole life of one attempt on a decode worker: credit, KV, tokens."""
 
     def __init__(self, view: WorkerView, timeout_s: float) -> None:
+        """Raises WorkerFailedError where the worker was lost since it was chosen."""
+        _check_there(view)
         self._call = view.decode.Decode(timeout=timeout_s)
         self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
         self._saying: set[asyncio.Task[None]] = set()

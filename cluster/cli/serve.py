@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -165,6 +166,16 @@ def serve(
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until every worker must be ready.")
     ] = 120.0,
+    restart: Annotated[bool, typer.Option(help="Replace workers that are lost.")] = True,
+    request_log: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            resolve_path=True,
+            help="Append what becomes of each request, and where, to this file, as JSON lines.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Start a service and stay until Ctrl-C or `legato stop`.
 
@@ -215,6 +226,7 @@ def serve(
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
         start_timeout_s=start_timeout,
+        restart=restart,
         engine=EngineOptions(
             device=device,
             dtype=dtype,
@@ -237,7 +249,12 @@ def serve(
         ),
         decode_dtype=decode_dtype,
         decode_kv_cache=decode_kv_cache,
-        router=RouterOptions(host=host, port=port, local_prefill_tokens=local_prefill_tokens),
+        router=RouterOptions(
+            host=host,
+            port=port,
+            local_prefill_tokens=local_prefill_tokens,
+            request_log=None if request_log is None else str(request_log),
+        ),
     )
     sys.exit(run_service(config, _stay))
 

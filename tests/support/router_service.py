@@ -213,7 +213,7 @@ def expected(prompt: str, num_tokens: int, answer: int = 0) -> list[int]:
 
 
 async def collect(
-    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
+    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float | None = 20.0
 ) -> Result:
     """Reads the one answer to its end."""
     [result] = await collect_all(service, request, timeout_s)
@@ -221,7 +221,7 @@ async def collect(
 
 
 async def collect_all(
-    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
+    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float | None = 20.0
 ) -> list[Result]:
     """Reads all answers to their ends; checks that the offsets have no gap, and that each ends
     once.

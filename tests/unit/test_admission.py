@@ -159,7 +159,30 @@ async def test_an_empty_pool_is_waited_for_within_a_bound() -> None:
     await scene.pass_time(0.2)
     error = await scene.error("waits")
     assert error.code is grpc.StatusCode.UNAVAILABLE
-    assert "decode pool has had no ready worker for 5 s" in error.message
+    assert "decode pool has had no ready worker for 5.1 s" in error.message
+
+
+async def test_a_client_with_a_deadline_is_told_just_before_it() -> None:
+    scene = Scene(Pool(decode=[]), worker_wait_s=5.0)
+    scene.pool.empty_since["decode"] = 0.0
+    await scene.arrive("waits", 10, entry=scene.queue.enter(1, deadline=60.0)[0])
+    await scene.pass_time(59.0)
+    assert not scene.tasks["waits"].done()
+    await scene.pass_time(0.5)
+    error = await scene.error("waits")
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert "and the call's deadline is near" in error.message
+
+
+async def test_a_worker_that_comes_before_the_deadline_serves() -> None:
+    scene = Scene(Pool(decode=[]), worker_wait_s=5.0)
+    scene.pool.empty_since["decode"] = 0.0
+    await scene.arrive("waits", 10, entry=scene.queue.enter(1, deadline=60.0)[0])
+    await scene.pass_time(59.0)
+    scene.pool.decode.append(View("new", 100))
+    scene.pool.empty_since["decode"] = None
+    await scene.pass_time(0.5)
+    assert scene.started == ["waits"]
 
 
 async def test_prefill_backlog_keeps_the_waiting_in_the_queue() -> None:

@@ -39,11 +39,12 @@ class FakeLauncher:
 class World:
     """A controller, its launcher, and what the router was told."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1) -> None:
+    def __init__(self, prefill: int = 1, decode: int = 1, *, restart: bool = True) -> None:
         self.launcher = FakeLauncher()
         self.published: list[tuple[WorkerEndpoint, ...]] = []
         targets: dict[Role, int] = {"prefill": prefill, "decode": decode}
-        self.controller = Controller(self.launcher, self.published.append, targets)
+        options = ControllerOptions(restart=restart)
+        self.controller = Controller(self.launcher, self.published.append, targets, options)
         self.controller.step(0.0)
 
     def ready(self, *names: str, now_s: float = 1.0) -> None:
@@ -87,6 +88,64 @@ def test_an_early_death_is_replaced_after_a_back_off() -> None:
     assert world.launcher.take() == []
     world.controller.step(2.0 + OPTIONS.backoff_s)
     assert world.launcher.take() == ["start decode-2"]
+
+
+def test_early_deaths_of_workers_that_served_wait_longer_each_time_and_never_all_at_once() -> None:
+    world = World()
+    world.ready("prefill-1")
+    now_s, waits_s = 0.0, []
+    for number in range(1, 10):
+        world.ready(f"decode-{number}", now_s=now_s)
+        world.controller.on_dead(f"decode-{number}", "killed", now_s + 1.0)
+        world.launcher.take()
+        died_s = now_s = now_s + 1.0
+        while f"start decode-{number + 1}" not in world.launcher.take():
+            now_s += 0.25
+            world.controller.step(now_s)
+        waits_s.append(now_s - died_s)
+    assert waits_s == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_a_whole_pool_that_dies_young_is_back_soon() -> None:
+    world = World(decode=3)
+    world.ready("decode-1", "decode-2", "decode-3", now_s=1.0)
+    world.launcher.take()
+    for number in (1, 2, 3):
+        world.controller.on_dead(f"decode-{number}", "killed", 2.0)
+    now_s = 2.0
+    while len(world.controller.worker_names()) < 4:
+        assert now_s < 6.0
+        now_s += 0.2
+        world.controller.step(now_s)
+
+
+def test_with_restart_off_a_lost_worker_is_missed_until_somebody_scales() -> None:
+    world = World(decode=2, restart=False)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.launcher.take()
+    world.controller.on_dead("decode-1", "killed", 50.0)
+    world.controller.step(500.0)
+    assert world.launcher.take() == ["kill decode-1"]
+    status = world.controller.pools(500.0)[1]
+    assert "1 of 2 ready; 1 lost and not replaced; last: decode-1: killed" in status.message
+    world.controller.set_targets({"decode": 2}, 501.0)
+    assert world.launcher.take() == ["start decode-3"]
+    assert "lost" not in world.controller.pools(501.0)[1].message
+
+
+def test_with_restart_off_a_drained_worker_is_not_lost() -> None:
+    world = World(decode=2, restart=False)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.controller.set_targets({"decode": 1}, 10.0)
+    world.controller.on_drained("decode-2", 11.0)
+    assert world.controller.pools(11.0)[1].message == ""
+
+
+def test_with_restart_off_a_start_that_fails_is_the_last_try() -> None:
+    world = World(restart=False)
+    assert world.controller.hopeless() == ""
+    world.controller.on_dead("decode-1", "no room", 1.0)
+    assert world.controller.hopeless() == "decode-1: no room"
 
 
 def test_three_failed_starts_pause_and_say_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -247,13 +248,45 @@ async def test_failures_while_a_worker_begins_to_drain_do_not_lose_it() -> None:
 async def test_no_worker_left_ends_within_the_bound_naming_the_pool() -> None:
     decodes = workers(1)
     async with Service([FakeWorker("prefill")], decodes, worker_wait_s=0.5) as service:
-        reading = asyncio.create_task(collect(service, ask("hello", 60)))
+        reading = asyncio.create_task(collect(service, ask("hello", 60), None))
         await running_on(decodes)
         await decodes[0].die()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await asyncio.wait_for(reading, 5)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "decode pool has had no ready worker for 0.5 s" in (raised.value.details() or "")
+        assert "decode pool has had no ready worker for 0." in (raised.value.details() or "")
+        await service.settle()
+
+
+async def test_with_a_deadline_it_waits_for_a_worker_until_that_is_near() -> None:
+    decodes, deadline_s = workers(1), 3.0
+    async with Service([FakeWorker("prefill")], decodes, worker_wait_s=0.1) as service:
+        asked_at_s = time.monotonic()
+        reading = asyncio.create_task(collect(service, ask("hello", 60), deadline_s))
+        await running_on(decodes)
+        await decodes[0].die()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await reading
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "deadline is near" in (raised.value.details() or "")
+        assert deadline_s - 1 <= time.monotonic() - asked_at_s < deadline_s
+        await service.settle()
+
+
+async def test_losses_of_workers_that_had_decoded_for_a_while_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("legato.cluster.blame.WELL_AFTER_S", 0.0)
+    decodes = workers(4)
+    async with Service([FakeWorker("prefill")], decodes, max_attempts=2) as service:
+        reading = asyncio.create_task(collect(service, ask("hello", 200)))
+        for _ in range(3):
+            victim = await running_on(decodes)
+            decodes.remove(victim)
+            await victim.die()
+        result = await reading
+        assert result.token_ids == expected("hello", 200)
+        assert result.finish.timings.attempts == 4
         await service.settle()
 
 

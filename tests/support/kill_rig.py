@@ -1,0 +1,126 @@
+"""KillRig: a service by the real command, a request log, and a hand that strikes its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from owners import Strike, check_owners
+from served import Served
+
+from legato.cluster.client import AsyncClient
+from legato.protos import common_pb2
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import AsyncIterator, Callable, Iterable
+    from pathlib import Path
+
+    from history import CallHistory
+
+    from legato.protos import cluster_pb2
+
+READY = common_pb2.WORKER_PHASE_READY
+ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
+READY_BOUND_S = 60.0
+# Small chunks, blocks and steps: a random moment can hit any phase of a request.
+SMALL = ("--kv-memory", "32MiB", "--threads", "1", "--prefill-chunk-tokens", "64")
+
+
+@dataclass
+class KillRig:
+    """Use `kill_rig`. `strikes` is what was done so far."""
+
+    served: Served
+    client: AsyncClient
+    log: Path
+    strikes: list[Strike] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.served.address
+
+    async def workers(self, role: str = "") -> list[cluster_pb2.WorkerStatus]:
+        """The ready ones, of one pool or of both."""
+        status = await self.client.status()
+        return [
+            worker
+            for pool in status.pools
+            for worker in pool.workers
+            if worker.phase == READY and role in ("", ROLES[worker.role])
+        ]
+
+    def strike(self, worker: cluster_pb2.WorkerStatus, number: signal.Signals) -> Strike:
+        """Sends the signal, and remembers it."""
+        strike = Strike(time.time(), worker.worker_id, ROLES[worker.role], worker.pid)
+        os.kill(worker.pid, number)
+        self.strikes.append(strike)
+        return strike
+
+    async def strike_at_random(self, period_s: float, most: int, dice: random.Random) -> None:
+        """Kills one random worker of either pool again and again, until cancelled.
+
+        It may be the last of its pool; but the next is killed only once there is one again, since
+        on a slow machine nobody would ever live else.
+        """
+        while len(self.strikes) < most:
+            await asyncio.sleep(period_s * dice.uniform(0.5, 1.5))
+            workers = await self.workers()
+            if {ROLES[worker.role] for worker in workers} == set(ROLES.values()):
+                self.strike(dice.choice(workers), signal.SIGKILL)
+
+    async def until_ready(self, prefill: int, decode: int) -> None:
+        """So many are ready in each pool, and no others are there."""
+        wanted = [(prefill, prefill), (decode, decode)]
+        async with asyncio.timeout(READY_BOUND_S):
+            while True:
+                status = await self.client.status()
+                if [(len(p.workers), p.ready) for p in status.pools] == wanted and status.ready:
+                    return
+                await asyncio.sleep(0.05)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The request log as it is now; the last line may be in writing."""
+        text = self.log.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    async def until_told(self, is_it: Callable[[dict[str, Any]], bool], bound_s: float) -> float:
+        """When the log told of the first line that is such a one, in Unix time."""
+        async with asyncio.timeout(bound_s):
+            while True:
+                for line in self.lines():
+                    if is_it(line):
+                        return float(line["at_s"])
+                await asyncio.sleep(0.02)
+
+    async def check_owners(self, calls: Iterable[CallHistory]) -> list[str]:
+        """Of all requests so far, once the router has let go of the last."""
+        async with asyncio.timeout(10):
+            while (await self.client.status()).router.in_flight:  # noqa: ASYNC110  # remote
+                await asyncio.sleep(0.05)
+        cancels = {c.request_id: c.cancelled_at_s for c in calls if c.cancelled_at_s is not None}
+        return check_owners(self.lines(), cancels)
+
+
+@asynccontextmanager
+async def kill_rig(
+    model: Path, folder: Path, *words: str, prefill: int, decode: int
+) -> AsyncIterator[KillRig]:
+    """A service with so many workers; ended with the block."""
+    log = folder / "requests.jsonl"
+    pools = ("--prefill", str(prefill), "--decode", str(decode))
+    logged = ("--request-log", str(log))
+    served = await asyncio.to_thread(
+        Served, folder / "serve.log", "--model", str(model), *pools, *SMALL, *logged, *words
+    )
+    try:
+        async with AsyncClient(served.address) as client:
+            yield KillRig(served, client, log)
+    finally:
+        await asyncio.to_thread(served.__exit__)
