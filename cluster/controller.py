@@ -75,6 +75,10 @@ class Launcher(Protocol):
         """What the start of this worker waits for, such as a GPU or its weights, or nothing."""
         ...
 
+    def lacks_room(self, name: str) -> bool:
+        """Whether its start waits for a node with room: it has not begun, and may not time out."""
+        ...
+
 
 class Controller:
     """Both pools. Publishes the full list of workers to the router on every change."""
@@ -100,6 +104,9 @@ class Controller:
             return
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
+            for worker in pool.in_state(WorkerState.STARTING):
+                if self._launcher.lacks_room(worker.name):
+                    worker.since_s = now_s
             for action in decide(pool, now_s, self._options):
                 match action:
                     case Start():
@@ -158,6 +165,12 @@ class Controller:
             and now_s - worker.since_s < self._options.early_life_s
         )
         self._end(pool, worker, reason, now_s, failed=failed, permanent=permanent)
+        self.step(now_s)
+
+    def pardon(self, name: str, now_s: float) -> None:
+        """This worker, whose end is known, ended because its node was lost: no failed start."""
+        for pool in self._pools.values():
+            pool.pardon(name)
         self.step(now_s)
 
     def on_drained(self, name: str, now_s: float) -> None:
@@ -236,7 +249,8 @@ class Controller:
     ) -> None:
         if failed:
             pool.note_failed_start(
-                f"{worker.name}: {reason}",
+                worker.name,
+                reason,
                 now_s,
                 self._options,
                 was_ready=worker.state is WorkerState.READY,

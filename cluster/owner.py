@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from legato.cluster.config import ServiceConfig
 
 POLL_S = 0.1
+JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
@@ -101,27 +102,32 @@ class Owner:
         if ray_address is None:
             self._progress.state("starting Ray")
             self._temp = RayTemp()
-            facts = service.start_own(self._temp.ray_folder, num_workers + 2)
+            # Our actors need no CPU of Ray's; where the user counts them, these are the machine's.
+            cores = len(os.sched_getaffinity(0))
+            num_cpus = cores if config.asks_cpus else num_workers + 2
+            facts = service.start_own(self._temp.ray_folder, num_cpus)
             self._progress.stage("Ray started")
         else:
             self._progress.state(f"joining Ray at {ray_address}")
-            with _Watchdog(config.start_timeout_s, f"joining Ray at {ray_address}"):
+            bound_s = min(JOIN_TIMEOUT_S, config.start_timeout_s)
+            with _Watchdog(bound_s, f"joining Ray at {ray_address}"):
                 facts = service.join(ray_address)
-            self._progress.stage(f"joined Ray at {ray_address}, nodes: {facts.num_nodes}")
+            self._progress.stage(f"joined Ray at {ray_address}, nodes: {len(facts.nodes)}")
         self._stop.install()
         self._check_stop()
         try:
-            placement = place(config, facts)
+            placements = place(config, facts)
         except ValueError as error:
             raise ServiceError(str(error)) from error
         # Nodes have files of their own: there a hub id, or demo, is looked up again, by each.
-        everywhere = facts.num_nodes == 1 or Path(config.model).exists()
+        everywhere = len(facts.nodes) == 1 or Path(config.model).exists()
         service.launch(
             WorkerPlan(
                 model=str(model_path) if everywhere else config.model,
                 engines={"prefill": config.engine, "decode": config.decode_engine()},
-                placement=placement,
-                spread=facts.num_nodes > 1,
+                placements=placements,
+                spread=len(facts.nodes) > 1,
+                nodes_may_come=facts.joined and service.nodes_may_come(),
             ),
             RouterPlan(
                 options=config.router,
