@@ -213,7 +213,8 @@ class Controller:
         for pool in self._pools.values():
             ready = len(pool.in_state(WorkerState.READY))
             if ready < pool.target and (pool.num_lost or pool.gives_up(self._options)):
-                return pool.last_failure
+                row = pool.failed_starts
+                return pool.last_failure + (f"; {row} starts failed in a row" if row > 1 else "")
         return ""
 
     def _pool_status(self, pool: Pool, now_s: float) -> cluster_pb2.PoolStatus:

@@ -83,6 +83,17 @@ def place(config: ServiceConfig, facts: ClusterFacts) -> dict[Role, WorkerPlacem
     }
 
 
+def check_own(config: ServiceConfig) -> None:
+    """Raises ValueError where the options ask for what no Ray of our own has."""
+    for role, asked in (("prefill", config.prefill_resources), ("decode", config.decode_resources)):
+        parts = dataclasses.replace(asked, cpus=None, gpus=None, memory_bytes=None).parts()
+        if parts:
+            raise ValueError(
+                f"--{role}-resources: no node has {', '.join(parts)}: a Ray of our own is this "
+                "machine alone, with CPU, GPU and memory; join a cluster with --ray-address"
+            )
+
+
 def _wish(
     role: Role,
     num_workers: int,

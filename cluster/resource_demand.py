@@ -66,7 +66,10 @@ NO_DEMAND = ResourceDemand()
 
 def amount_text(name: str, amount: float) -> str:
     """`GPU=1`; memory in GB."""
-    return f"{name}={amount / 1e9:.4g}GB" if name == "memory" else f"{name}={amount:g}"
+    if name != "memory":
+        return f"{name}={amount:.9g}"
+    gigabytes = amount / 1e9
+    return f"memory={gigabytes:.4g}GB" if gigabytes < 1e4 else f"memory={gigabytes:.0f}GB"
 
 
 def label_text(key: str, condition: str) -> str:

@@ -27,7 +27,7 @@ LOADING_POLL_S = 0.5  # between two looks at how far a starting worker is
 STOP_GRACE_S = 2.0
 NODE_LOOKS_S = (0.0, 0.5, 1.5)  # pauses: a node may go a moment after its workers
 SUSPECT_S = 30.0  # longer than Ray takes to notice that a node is gone
-HOPELESS_AFTER_S = 20.0  # a node may just be joining
+HOPELESS_AFTER_S = 15.0  # a node may just be joining
 NODE_ID_LABEL = "ray.io/node-id"
 
 

@@ -209,6 +209,8 @@ def serve(
     """
     if kv_lane not in ("auto", "grpc"):
         raise typer.BadParameter(f"must be auto or grpc, got {kv_lane!r}", param_hint="--kv-lane")
+    if not worker_host.strip():
+        raise typer.BadParameter("must be auto or an address", param_hint="--worker-host")
     if kv_wire not in KV_WIRES:
         raise typer.BadParameter(
             f"must be one of {', '.join(KV_WIRES)}, got {kv_wire!r}", param_hint="--kv-wire"

@@ -297,7 +297,10 @@ def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path:
         # Two workers of one CPU each do not fit: said while waiting, and at the end.
         small = legato("serve", "--port", "0", *join, "--start-timeout", "8", env=env)
         assert small.returncode == 1
-        assert "waiting for 1 CPU: the cluster has 1, 0 of them free" in small.stderr
+        waiting = (
+            "waiting for room: a decode worker needs CPU=1; the most free on one node is CPU=0"
+        )
+        assert waiting in small.stderr.replace("a prefill worker", "a decode worker")
         fits = (*join, "--worker-cpus", "0.5")
         with Served(tmp_path / "log", *fits, env=env) as service, Client(service.address) as client:
             workers = [w for pool in client.status().pools for w in pool.workers]

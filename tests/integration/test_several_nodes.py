@@ -143,12 +143,14 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
             assert (hosts(back), back.message) == ([decode_nodes[0]] * 2, "")
             assert "failed starts" not in gone.message
             disturbed = await load
-            moved = sum(a.finish.timings.decode_worker not in _ids(decode) for a in disturbed)
+            finishes = [answer.finish for answer in disturbed if answer.finish is not None]
+            moved = sum(finish.timings.attempts > 1 for finish in finishes)
             print(
-                f"{NUM_STREAMS} streams; noticed {noticed_s:.2f} s and restored {restored_s:.2f} s "
-                f"after the loss; {moved} ended on the new worker"
+                f"{len(finishes)} of {NUM_STREAMS} streams ended, {moved} of them moved; loss "
+                f"noticed within {noticed_s:.2f} s, made good within {restored_s:.2f} s"
             )
-            assert all(answer.finish for answer in disturbed)
+            assert len(finishes) == NUM_STREAMS
+            assert moved >= NUM_STREAMS // 4, "the lost node had too few streams for a test"
             assert [a.tokens for a in disturbed] == [a.tokens for a in undisturbed]
             # A third has no room, until there is a node for it.
             await client.scale({"decode": 3})
@@ -164,10 +166,6 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
         assert (ended.returncode, ended.stdout) == (0, "stopped\n")
         assert service.process.wait(60) == 0
     assert "Traceback" not in service.output
-
-
-def _ids(pool: cluster_pb2.PoolStatus) -> set[str]:
-    return {worker.worker_id for worker in pool.workers}
 
 
 @pytest.mark.parametrize(

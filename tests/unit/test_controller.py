@@ -162,7 +162,7 @@ def test_three_failed_starts_pause_and_say_why() -> None:
         now_s += 5.0
         world.controller.step(now_s)
     world.launcher.take()
-    assert world.controller.hopeless() == "decode-3: tensor x is missing"
+    assert world.controller.hopeless() == "decode-3: tensor x is missing; 3 starts failed in a row"
     status = world.controller.pools(now_s)[1]
     assert "0 of 1 ready" in status.message
     assert "3 in a row, next try in 25 s: decode-3: tensor x is missing" in status.message
@@ -289,7 +289,7 @@ def test_workers_of_a_lost_node_are_no_failed_starts() -> None:
     world.launcher.take()
     for name in names:  # sooner than a worker may die
         world.controller.report_lost(f"id-{name}", "its stream broke", 2.0)
-    assert world.controller.hopeless() == "decode-3: its stream broke"
+    assert world.controller.hopeless().startswith("decode-3: its stream broke; 3 starts")
     assert world.launcher.take() == [f"kill {name}" for name in names]
     world.controller.pardon("decode-1", 2.1)
     # One at a time while others are held against the pool, and all of them once none is.

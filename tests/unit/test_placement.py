@@ -9,7 +9,7 @@ from legato.cluster.actors.plans import WorkerPlan
 from legato.cluster.actors.worker_actor import WorkerActor, worker_config
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.node_fit import NodeView
-from legato.cluster.placement import ClusterFacts, place
+from legato.cluster.placement import ClusterFacts, check_own, place
 from legato.cluster.resource_demand import parse_demand
 from legato.worker.config import WorkerConfig
 
@@ -80,8 +80,12 @@ def test_what_a_ray_of_our_own_can_never_have_is_refused() -> None:
         place(config(device="cuda"), facts())
     with pytest.raises(ValueError, match="2 workers need GPU=2 together: this machine has GPU=1"):
         place(config(device="cuda"), facts(num_gpus=1))
-    with pytest.raises(ValueError, match=r"a decode worker, which needs fast_gpu=1: .*fast_gpu=0"):
-        place(config(decode_resources=parse_demand("fast_gpu=1")), facts())
+    with pytest.raises(ValueError, match=r"a decode worker, which needs memory=2000GB: "):
+        place(config(decode_resources=parse_demand("memory=2TB")), facts())
+    check_own(config(decode_resources=parse_demand("CPU=1,GPU=1,memory=2TB")))
+    told = r"--decode-resources: no node has fast_gpu=1, label:zone=a: a Ray of our own"
+    with pytest.raises(ValueError, match=told):
+        check_own(config(decode_resources=parse_demand("CPU=1,fast_gpu=1,label:zone=a")))
     with pytest.raises(ValueError, match="2 workers need CPU=96 together: this machine has CPU=64"):
         place(config(worker_cpus=48), facts())
     # A cluster may grow; there the controller says what it waits for.
