@@ -13,6 +13,7 @@ from legato.cluster.client import AsyncClient
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
 from legato.cluster.request import ModelLimits, RequestSpec
+from legato.cluster.resumption import parse_resumption
 from legato.cluster.router import Router
 from legato.cluster.timings import Phase
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
@@ -55,7 +56,8 @@ class FakeAnswerText:
             for stop in self._stop:
                 if self._held.endswith(stop):
                     self.stop = stop
-                    return FakeDelta(out + self._held[: -len(stop)], count, stop)
+                    out, self._held = out + self._held[: -len(stop)], ""
+                    return FakeDelta(out, count, stop)
             while self._held and not any(s.startswith(self._held) for s in self._stop):
                 out, self._held = out + self._held[0], self._held[1:]
         return FakeDelta(out, len(token_ids), None)
@@ -71,8 +73,10 @@ def fake_parse(
     limits: ModelLimits,
 ) -> RequestSpec:
     prompt = tuple(request.token_ids.ids) or tuple(request.text.encode())
+    num_answers = request.n or 1
+    resumed = parse_resumption(request, num_answers, limits.vocab_size)
     sampling = common_pb2.SamplingParams()
-    sampling.CopyFrom(request.sampling)
+    sampling.CopyFrom(request.sampling if resumed is None else resumed.settle(request.sampling))
     if len(prompt) + sampling.max_tokens - 1 > limits.decode_kv_tokens and sampling.max_tokens > 1:
         raise invalid("prompt + max_tokens - 1 is more than the largest decode worker holds")
     return RequestSpec(
@@ -83,7 +87,8 @@ def fake_parse(
         eos_token_ids=text.eos_token_ids,
         cache_salt=request.cache_salt,
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
-        num_answers=request.n or 1,
+        num_answers=num_answers,
+        resumed=resumed,
     )
 
 
