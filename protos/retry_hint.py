@@ -36,8 +36,8 @@ def _read(value: bytes) -> float | None:
     try:
         for detail in status_pb2.Status.FromString(value).details[:MAX_DETAILS]:
             if detail.Unpack(info):
-                delay = info.retry_delay
-                return max(0.0, delay.seconds + delay.nanos / 1e9)
+                seconds: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+                return max(0.0, seconds)
     except DecodeError:  # a peer's bytes: no reason to lose the error itself
         return None
     return None

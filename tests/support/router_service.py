@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fake_worker import SEED, FakeWorker, scripted_token
+from raw_client import RawClient
 
-from legato.cluster.client import AsyncClient
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
 from legato.cluster.request import ModelLimits, RequestSpec
@@ -19,7 +20,7 @@ from legato.cluster.timings import Phase
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
 
@@ -117,6 +118,34 @@ class FakeControl:
         self.lost.append((worker_id, reason))
 
 
+def fake_router(options: RouterOptions, control: FakeControl) -> Router:
+    """Not started."""
+    return Router(
+        options,
+        FakeText(),  # type: ignore[arg-type]  # what the router uses of it
+        control,
+        model_name="fake-model",
+        version="0",
+        owner_pid=7,
+        owner_host="here",
+        parse=fake_parse,
+        new_answer=FakeAnswerText,
+    )
+
+
+@asynccontextmanager
+async def another_router(service: Service) -> AsyncIterator[tuple[Router, str]]:
+    """A second one over the same workers, and its address."""
+    router = fake_router(service.options, service.control)
+    address = await router.start()
+    try:
+        await router.set_workers(service.endpoints)
+        await until(lambda: router.ready)
+        yield router, address
+    finally:
+        await router.stop()
+
+
 class Service:
     """Use as an async context manager; `await settle()` proves that nothing is held."""
 
@@ -137,19 +166,9 @@ class Service:
         return [*self.prefills, *self.decodes]
 
     async def __aenter__(self) -> Service:
-        self.router = Router(
-            self.options,
-            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
-            self.control,
-            model_name="fake-model",
-            version="0",
-            owner_pid=7,
-            owner_host="here",
-            parse=fake_parse,
-            new_answer=FakeAnswerText,
-        )
+        self.router = fake_router(self.options, self.control)
         self.address = await self.router.start()
-        self.client = AsyncClient(self.address)
+        self.client = RawClient(self.address)
         self.endpoints = [await worker.start() for worker in self.workers]
         await self.router.set_workers(self.endpoints)
         if self.prefills and self.decodes:
