@@ -146,6 +146,6 @@ class Attempts:
             f"the deadline of {self._timeout_s:g} s passed before the answer ended "
             f"(tokens until then: {self.state.num_tokens})"
         )
-        if last and last != "Deadline Exceeded":  # gRPC's own word for it
+        if last and "Deadline Exceeded" not in last:  # gRPC's own word for it
             message += f"; the service: {last}"
         return CallFailedError(self.request_id, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, message))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
 from legato.protos.retry_hint import retry_after_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,14 @@ class Failure:
 
 
 def failure_of(error: grpc.RpcError) -> Failure:
-    """What a blocking or an asyncio call raised."""
-    trailers = [(key, value) for key, value in error.trailing_metadata() or ()]
-    return Failure(error.code(), error.details() or error.code().name, retry_after_s(trailers))
+    """What a blocking or an asyncio call raised that its caller did not cancel."""
+    trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    code, message = error.code(), error.details() or error.code().name
+    # Other words of gRPC's for a connection that broke, or a server that ended amid the call.
+    is_cut = code is grpc.StatusCode.UNKNOWN and message.startswith("Stream removed")
+    if is_cut or code is grpc.StatusCode.CANCELLED:
+        code = grpc.StatusCode.UNAVAILABLE
+    return Failure(code, message, retry_after_s(trailers))
 
 
 @dataclass(frozen=True)

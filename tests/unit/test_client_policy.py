@@ -15,7 +15,13 @@ from legato.cluster.client_errors import CallFailedError
 from legato.cluster.client_requests import make_request
 from legato.cluster.client_stream import StreamState
 from legato.cluster.client_target import parse_addresses
-from legato.cluster.retry_policy import Failure, RetryOptions, Setting, retry_delay_s
+from legato.cluster.retry_policy import (
+    Failure,
+    RetryOptions,
+    Setting,
+    failure_of,
+    retry_delay_s,
+)
 from legato.cluster.rotation import SHUNNED_S, Rotation
 from legato.protos import common_pb2, generation_pb2
 from legato.protos.retry_hint import DETAILS_KEY, hint_trailer, retry_after_s
@@ -248,6 +254,27 @@ def test_nobody_waits_beyond_the_deadline_or_the_longest_outage() -> None:
 def test_wrong_options_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}, limit"):
         RetryOptions(**{name: value})
+
+
+class Ended(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return (hint_trailer(14, "", 2.0),)
+
+
+def test_a_call_that_was_cut_is_unavailable_in_whatever_words() -> None:
+    codes = grpc.StatusCode
+    assert failure_of(Ended(codes.CANCELLED, "")) == Failure(UNAVAILABLE, "CANCELLED", 2.0)
+    assert failure_of(Ended(codes.UNKNOWN, "Stream removed (x)")).code is UNAVAILABLE
+    assert failure_of(Ended(codes.UNKNOWN, "x")).code is codes.UNKNOWN
 
 
 # --- rotation ---------------------------------------------------------------------------------
