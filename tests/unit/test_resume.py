@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from cut_streams import check_every_cut, read, rest_of
 from fake_worker import SEED, FakeWorker
 from raw_client import RawClient
 from router_service import (
@@ -21,17 +22,14 @@ from router_service import (
     until,
 )
 
-from legato.cluster.client_events import empty_result, event_of
-from legato.cluster.client_stream import StreamState
 from legato.cluster.in_flight import Ownership
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-    from legato.cluster.client_events import AnswerResult
+    from cut_streams import Responses
 
-Responses = list[generation_pb2.GenerateResponse]
 # Each token is a byte of this.
 PHRASE = ("né€🙂ß" * 3).encode()
 
@@ -56,61 +54,27 @@ class ByteText:
         return self._decoder.decode(b"", final=True)
 
 
-async def read(client: RawClient, request: generation_pb2.GenerateRequest) -> Responses:
-    return [response async for response in client.generate(request, timeout_s=20)]
+@asynccontextmanager
+async def other_client(
+    service: Service, new_answer: Callable[..., Any] | None = None
+) -> AsyncIterator[RawClient]:
+    """Of another router; `new_answer` is both routers' source of text."""
+    async with another_router(service) as (router, address), RawClient(address) as other:
+        if new_answer is not None:
+            service.router._new_answer = router._new_answer = new_answer
+        yield other
+        await service.settle()
+        await until(lambda: router.num_in_flight == 0 and router.admission.num_queued == 0)
+        assert router.counters.failed == 0
 
 
-def answers(state: StreamState, responses: Responses) -> list[AnswerResult]:
-    result = empty_result("", len(state.answers))
-    for response in responses:
-        result.add(event_of(response))
-    return result.answers
-
-
-def rest_of(
-    request: generation_pb2.GenerateRequest, responses: Responses
-) -> tuple[StreamState, generation_pb2.GenerateRequest]:
-    """A client that has these messages, and what it asks next."""
-    state = StreamState(request)
-    assert state.next_request() == request
-    for response in responses:
-        state.take(response)
-    return state, state.next_request()
-
-
-async def check_every_cut(
+async def cut(
     service: Service,
     request: generation_pb2.GenerateRequest,
     new_answer: Callable[..., Any] | None = None,
 ) -> Responses:
-    """Cut behind each message but the last one, both ends are the stream that was not cut."""
-    async with another_router(service) as (router, address), RawClient(address) as other:
-        if new_answer is not None:
-            service.router._new_answer = router._new_answer = new_answer
-        whole = await read(service.client, request)
-        state, _ = rest_of(request, whole)
-        assert state.done
-        wanted = answers(state, whole)
-        for num_messages in range(len(whole)):
-            state, resumed = rest_of(request, whole[:num_messages])
-            if num_messages:
-                assert resumed.resume.start == whole[0].start
-            rest = await read(other, resumed)
-            for response in rest:
-                state.take(response)  # proves that the offsets go on
-            assert state.done
-            got = answers(state, whole[:num_messages] + rest)
-            for one, other_one in zip(got, wanted, strict=True):
-                assert one.token_ids == other_one.token_ids, num_messages
-                assert one.text == other_one.text, num_messages
-                assert one.logprobs == other_one.logprobs, num_messages
-                assert one.finish_reason == other_one.finish_reason
-                assert one.finish.stop_reason == other_one.finish.stop_reason
-                assert one.finish.usage == other_one.finish.usage
-        await service.settle()
-        await until(lambda: router.num_in_flight == 0 and router.admission.num_queued == 0)
-        assert router.counters.completed == len(whole)
-        return whole
+    async with other_client(service, new_answer) as other:
+        return await check_every_cut(service.client, other, request)
 
 
 def pair(**decode: Any) -> Service:  # noqa: ANN401
@@ -119,7 +83,7 @@ def pair(**decode: Any) -> Service:  # noqa: ANN401
 
 async def test_every_cut_of_a_plain_answer() -> None:
     async with pair() as service:
-        whole = await check_every_cut(service, ask("hello", 12, request_id="r"))
+        whole = await cut(service, ask("hello", 12, request_id="r"))
         assert len(whole) == 13
         assert [r.HasField("start") for r in whole] == [True] + [False] * 12
         assert whole[0].start.model_fingerprint == "f1"
@@ -127,14 +91,14 @@ async def test_every_cut_of_a_plain_answer() -> None:
 
 async def test_every_cut_of_messages_of_several_tokens_with_logprobs() -> None:
     async with pair(tokens_per_event=3) as service:
-        whole = await check_every_cut(service, ask("hello", 12, request_id="r", logprobs=2))
+        whole = await cut(service, ask("hello", 12, request_id="r", logprobs=2))
         assert sum(len(r.delta.logprobs) for r in whole) == 12
 
 
 async def test_every_cut_within_characters() -> None:
     async with pair() as service:
         request = ask("hello", len(PHRASE), request_id="r")
-        whole = await check_every_cut(service, request, ByteText)
+        whole = await cut(service, request, ByteText)
         assert "".join(r.delta.text for r in whole) == PHRASE.decode()
         assert sum(not r.delta.text for r in whole) > 10
 
@@ -142,7 +106,7 @@ async def test_every_cut_within_characters() -> None:
 async def test_every_cut_where_the_end_brings_text_that_was_held_back() -> None:
     async with pair() as service:
         request = ask("hello", len(PHRASE) - 7, request_id="r")  # within a smile
-        whole = await check_every_cut(service, request, ByteText)
+        whole = await cut(service, request, ByteText)
         assert whole[-2].delta.text == "\ufffd"
 
 
@@ -153,7 +117,7 @@ async def test_every_cut_within_a_stop_string(tokens_per_event: int) -> None:
     assert text.index(stop) == 12
     near = f"{text[4:9]}!"  # is held back, and is none
     async with pair(tokens_per_event=tokens_per_event) as service:
-        whole = await check_every_cut(service, ask("hello", 30, request_id="r", stop=[near, stop]))
+        whole = await cut(service, ask("hello", 30, request_id="r", stop=[near, stop]))
         assert "".join(r.delta.text for r in whole) == text[:12]
         assert whole[-1].finish.stop_reason == stop
 
@@ -162,7 +126,7 @@ async def test_every_cut_of_three_answers_of_which_one_stops_early() -> None:
     ids = [expected("hello", 60, answer) for answer in range(3)]
     stop = text_of(ids[1][3:7])
     async with pair() as service:
-        whole = await check_every_cut(service, ask("hello", 15, n=3, request_id="r", stop=[stop]))
+        whole = await cut(service, ask("hello", 15, n=3, request_id="r", stop=[stop]))
         reasons = [r.finish.finish_reason for r in whole if r.HasField("finish")]
         assert reasons.count(common_pb2.FINISH_REASON_STOP) == 1
         assert len(reasons) == 3
