@@ -163,6 +163,11 @@ class PoolView:
             )
         return self._limits
 
+    @property
+    def model_fingerprint(self) -> str:
+        """The same of all workers; empty before the first told it."""
+        return next((i.model_fingerprint for i in self.references.values()), "")
+
     def largest_prefill_kv_tokens(self) -> int:
         """Of the largest prefill worker that takes work; where none does, as last known."""
         sizes = [view.capacity_tokens for view in self.placeable("prefill")]

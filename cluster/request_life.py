@@ -25,7 +25,6 @@ from legato.cluster.worker_calls import (
     RefusedError,
     WorkerFailedError,
 )
-from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ class RequestLife:
     """What all answers to one prompt have in common."""
 
     spec: RequestSpec
-    answers: Sequence[AnswerLife]
+    answers: Sequence[AnswerLife]  # those that are to be served
     admission: Admission
     pool: PoolView
     costs: PrefillCostBook
@@ -60,7 +59,7 @@ class RequestLife:
     moves: int = 0  # of its answers, to other workers after a loss
     kv_moves: int = 0  # and those with their KV, from workers that drained
     has_begun: bool = False  # a worker has taken it on
-    num_open: int = field(init=False)  # answers that have not finished
+    num_open: int = field(init=False)  # answers that have not finished, as the client has it
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     def __post_init__(self) -> None:
@@ -211,7 +210,12 @@ async def live(life: RequestLife) -> None:
     """
     try:
         async with life.tasks:
-            await serve(life, life.answers)
+            is_new = not any(answer.answer.token_ids for answer in life.answers)
+            if is_new and len(life.answers) == life.spec.num_answers:
+                await serve(life, life.answers)
+            else:  # of a resumed stream: only the prompt is common to them
+                for answer in life.answers:
+                    life.go_on_alone(answer)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -231,9 +235,9 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
     """
     while answers:
         first = answers[0]
-        if first.answer.num_left == 0:  # only the word that this was the end is lost
+        if first.answer.end is not None:  # only the word that this was the end is lost
             first.enter(Phase.DELIVERY)
-            await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
+            await life.deliver(first, *first.take([], first.answer.end))
             return
         enter(answers, Phase.QUEUE)
         prefill_kv_tokens = life.pool.largest_prefill_kv_tokens()

@@ -338,7 +338,7 @@ class DecodeCall(_Call):
 
     def resume(self, number: int, move: int) -> None:
         """It goes on there after all."""
-        self._say(worker_pb2.DecodeCommand(resume=worker_pb2.Resume(answer=number, number=move)))
+        self._say(worker_pb2.DecodeCommand(unpark=worker_pb2.Unpark(answer=number, number=move)))
 
     def _say(self, command: worker_pb2.DecodeCommand) -> None:
         """Not by the caller's task: gRPC ends a call whose writer is cancelled."""

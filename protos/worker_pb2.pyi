@@ -361,7 +361,7 @@ class DecodeCommand(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
-    RESUME_FIELD_NUMBER: _builtins.int
+    UNPARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
@@ -373,7 +373,7 @@ class DecodeCommand(_message.Message):
     @_builtins.property
     def move(self) -> Global___Move: ...
     @_builtins.property
-    def resume(self) -> Global___Resume: ...
+    def unpark(self) -> Global___Unpark: ...
     def __init__(
         self,
         *,
@@ -382,13 +382,13 @@ class DecodeCommand(_message.Message):
         stop: Global___Stop | None = ...,
         pause: Global___Pause | None = ...,
         move: Global___Move | None = ...,
-        resume: Global___Resume | None = ...,
+        unpark: Global___Unpark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "move", b"move", "pause", b"pause", "reserve", b"reserve", "resume", b"resume", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "move", b"move", "pause", b"pause", "reserve", b"reserve", "start", b"start", "stop", b"stop", "unpark", b"unpark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "move", b"move", "pause", b"pause", "reserve", b"reserve", "resume", b"resume", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "move", b"move", "pause", b"pause", "reserve", b"reserve", "start", b"start", "stop", b"stop", "unpark", b"unpark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "start", "stop", "pause", "move", "resume"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "start", "stop", "pause", "move", "unpark"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -627,7 +627,7 @@ class Move(_message.Message):
 Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
-class Resume(_message.Message):
+class Unpark(_message.Message):
     """It goes on here: nothing more is sent, and what was sent is void. Nothing where it does so already."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -648,7 +648,7 @@ class Resume(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Resume: _TypeAlias = Resume  # noqa: Y015
+Global___Unpark: _TypeAlias = Unpark  # noqa: Y015
 
 @_typing.final
 class DecodeEvent(_message.Message):

@@ -103,7 +103,7 @@ class DecodeWorkerStub:
     after the step under way the worker takes the answer out of the batch, sends what is left of its
     Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
     sends Move; the worker sends its KV there. After Moved the answer has ended here; after
-    MoveFailed it stays parked. Resume lets it go on here at any time before Moved; so does a
+    MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
     silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
     """
 
@@ -129,7 +129,7 @@ class DecodeWorkerAsyncStub(DecodeWorkerStub):
     after the step under way the worker takes the answer out of the batch, sends what is left of its
     Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
     sends Move; the worker sends its KV there. After Moved the answer has ended here; after
-    MoveFailed it stays parked. Resume lets it go on here at any time before Moved; so does a
+    MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
     silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
     """
 
@@ -158,7 +158,7 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
         after the step under way the worker takes the answer out of the batch, sends what is left of its
         Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
         sends Move; the worker sends its KV there. After Moved the answer has ended here; after
-        MoveFailed it stays parked. Resume lets it go on here at any time before Moved; so does a
+        MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
         silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
         """
 

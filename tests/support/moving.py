@@ -95,7 +95,7 @@ class Stay:
         await self.command(pause=worker_pb2.Pause(answer=self.number, number=move))
 
     async def resume(self, move: int = 1) -> None:
-        await self.command(resume=worker_pb2.Resume(answer=self.number, number=move))
+        await self.command(unpark=worker_pb2.Unpark(answer=self.number, number=move))
 
     async def parked(self, move: int = 1) -> worker_pb2.Parked | None:
         """None: it has ended instead."""

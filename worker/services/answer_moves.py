@@ -62,7 +62,7 @@ class AnswerMoves:
         self._await_word(answer, move)
         return worker_pb2.Parked(answer=answer, number=move.number, num_rows=event.num_rows)
 
-    def resume(self, resume: worker_pb2.Resume) -> None:
+    def resume(self, resume: worker_pb2.Unpark) -> None:
         """The answer goes on here; nothing where that move is over."""
         move = self._moves.get(resume.answer)
         if move is not None and move.number == resume.number:
@@ -135,7 +135,7 @@ class AnswerMoves:
         )
 
     def _await_word(self, answer: int, move: _Move) -> None:
-        resume = worker_pb2.Resume(answer=answer, number=move.number)
+        resume = worker_pb2.Unpark(answer=answer, number=move.number)
         move.silence = asyncio.get_running_loop().call_later(PARKED_FOR_S, self.resume, resume)
 
 

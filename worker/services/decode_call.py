@@ -178,7 +178,7 @@ class DecodeCall:
                 case "move":
                     self._spawn(self._move(command.move))
                 case "resume":
-                    self._moves.resume(command.resume)
+                    self._moves.resume(command.unpark)
                 case got:
                     raise invalid(f"command is {got}, stop, pause, move or resume is expected now")
 
