@@ -80,6 +80,8 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
     WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
+    WORKER_ROLE_COLOCATED: _WorkerRole.ValueType  # 3
+    """Computes prompts and decodes, on one engine."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """What a worker does at present."""
@@ -87,6 +89,8 @@ class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
+WORKER_ROLE_COLOCATED: WorkerRole.ValueType  # 3
+"""Computes prompts and decodes, on one engine."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _WorkerPhase:

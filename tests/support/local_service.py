@@ -15,6 +15,7 @@ from worker_process import WorkerProcess, worker_process
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.role_change import RoleChange, UnknownWorkerError
 from legato.cluster.router import Router
 from legato.cluster.text.model_text import ModelText
 from legato.protos import (
@@ -95,6 +96,9 @@ class StaticControl:
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         return targets
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        raise UnknownWorkerError("nothing here changes its role")
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         return None

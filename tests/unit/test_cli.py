@@ -464,7 +464,7 @@ def test_version_and_help(run: Runner, capsys: Captured) -> None:
     assert capsys.readouterr().out.strip()
     assert run.bare("--help") == 0
     text = capsys.readouterr().out
-    for command in ("serve", "generate", "status", "scale", "stop", "demo"):
+    for command in ("serve", "generate", "status", "scale", "role", "stop", "demo"):
         assert command in text
 
 
