@@ -76,6 +76,8 @@ class Attempt:
     async def _serve(self) -> None:
         life, group, placement = self._life, self._group, self._placement
         request = _prefill_request(life, group)
+        if placement.is_colocated:
+            request.num_answers = 1
         reserve: worker_pb2.Reserve | None = None
 
         # A ticket first: KV is never computed without a place for it to go.
@@ -91,8 +93,13 @@ class Attempt:
         # Prefill: the first tokens go to the client while the KV is still moving.
         life.has_begun = True
         enter(group.values(), Phase.PREFILL)
-        may_be_local = self._may_be_local(request)
-        if self._decode is not None and may_be_local and self._is_local(request):
+        may_be_local = not placement.is_colocated and self._may_be_local(request)
+        if self._decode is not None and placement.is_colocated:
+            first = await self._decode.start_locally()
+            placement.computed()
+            tokens, news = self._take_first(first, self._decode.view.worker_id)
+            self._let_others_go()
+        elif self._decode is not None and may_be_local and self._is_local(request):
             placement.handed_over()
             first = await self._decode.start_locally()
             tokens, news = self._take_first(first, self._decode.view.worker_id)
@@ -168,7 +175,8 @@ class Attempt:
         """The tokens of the answers that go on, by their number, and what is to be told."""
         tokens: dict[int, int] = {}
         news: News = []
-        for (number, answer), start in zip(tuple(self._group.items()), first.answers, strict=True):
+        begun = tuple(self._group.items())[: len(first.answers)]
+        for (number, answer), start in zip(begun, first.answers, strict=True):
             answer.count_prefill(first, worker_id)
             reason = start.finish_reason if start.finished else None
             if self._decode is None and reason is None:  # max_tokens leaves nothing to decode
@@ -181,6 +189,11 @@ class Attempt:
             else:
                 tokens[number] = start.token.token_id
         return tokens, news
+
+    def _let_others_go(self) -> None:
+        """A colocated worker has begun the first answer; the others find its prompt's KV there."""
+        for number in [n for n in self._group if n > 0]:
+            self._life.go_on_alone(self._group.pop(number))
 
     # --- decode -------------------------------------------------------------------------------
 
@@ -261,5 +274,5 @@ def _reserve(
         priority=common_pb2.PRIORITY_BATCH if demand.batch else common_pb2.PRIORITY_INTERACTIVE,
         arrival=group[0].entry.arrival,
         num_preemptions=group[0].num_preemptions,
-        num_answers=len(group),
+        num_answers=request.num_answers,
     )

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2_grpc
+from legato.cluster.roles import WIRE_ROLES
+from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2_grpc
 from legato.protos import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
     from legato.cluster.control_plane import Role
+    from legato.protos import common_pb2
 
 CALL_TIMEOUT_S = 10.0  # of every call but Generate
 CHANNEL_OPTIONS = (
@@ -45,9 +47,7 @@ def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
     return cluster_pb2.ScalePoolRequest(
         targets=[
             cluster_pb2.PoolTarget(
-                role=common_pb2.WORKER_ROLE_PREFILL
-                if role == "prefill"
-                else common_pb2.WORKER_ROLE_DECODE,
+                role=WIRE_ROLES[role],
                 target=target,
             )
             for role, target in targets.items()
@@ -57,7 +57,7 @@ def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
 
 def role_targets(response: cluster_pb2.ScalePoolResponse) -> dict[str, int]:
     """The reverse of `scale_request`."""
-    names = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
+    names = {number: role for role, number in WIRE_ROLES.items()}
     return {names[item.role]: item.target for item in response.targets}
 
 

@@ -12,8 +12,8 @@ import grpc
 
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import RequestError, invalid, unavailable
-from legato.cluster.pool_view import ROLES
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
+from legato.cluster.roles import WIRE_ROLES, role_of
 from legato.cluster.worker_view import ViewState
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
@@ -135,8 +135,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     def _own_pools(self) -> list[cluster_pb2.PoolStatus]:
         pools = []
-        for role, proto_role in ROLES.items():
+        for role, proto_role in WIRE_ROLES.items():
             views = [v for v in self._router.pool.views() if v.endpoint.role == role]
+            if role == "colocated" and not views:
+                continue
             pools.append(
                 cluster_pb2.PoolStatus(
                     role=proto_role,
@@ -172,18 +174,16 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
 
 def _wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:
     return [
-        cluster_pb2.PoolTarget(role=ROLES[role], target=target) for role, target in targets.items()
+        cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
+        for role, target in targets.items()
     ]
 
 
 def _read_role(field: str, number: int) -> Role:
     """Raises RequestError naming field, value and limit."""
-    names = {proto_role: role for role, proto_role in ROLES.items()}
-    if (role := names.get(number)) is None:  # type: ignore[call-overload]  # enum values are ints
-        raise invalid(
-            f"{field} is {number}; "
-            f"it must be {' or '.join(f'{r} ({number})' for number, r in names.items())}"
-        )
+    if (role := role_of(number)) is None:
+        names = " or ".join(f"{name} ({wire})" for name, wire in WIRE_ROLES.items())
+        raise invalid(f"{field} is {number}; it must be {names}")
     return role
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from legato.cluster.role_change import RoleChange
     from legato.protos import cluster_pb2
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "colocated"]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from legato.cluster.pool import (
     describe,
 )
 from legato.cluster.role_change import RoleChange, check_role_change, find_worker
+from legato.cluster.roles import ROLES, WIRE_ROLES
 from legato.protos import cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
@@ -32,13 +33,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
 
 log = logging.getLogger(__name__)
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_POOL_SIZE = 1024
-
-WIRE_ROLE: dict[Role, common_pb2.WorkerRole.ValueType] = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
 _WIRE_PHASE = {
     WorkerState.STARTING: common_pb2.WORKER_PHASE_STARTING,
     WorkerState.READY: common_pb2.WORKER_PHASE_READY,
@@ -94,7 +89,7 @@ class Launcher(Protocol):
 
 
 class Controller:
-    """Both pools. Publishes the full list of workers to the router on every change."""
+    """All pools. Publishes the full list of workers to the router on every change."""
 
     def __init__(
         self,
@@ -106,7 +101,8 @@ class Controller:
         self._launcher = launcher
         self._publish = publish
         self._options = options or ControllerOptions()
-        self._pools = {role: Pool(role, _checked_size(role, targets[role])) for role in ROLES}
+        sizes = {role: _checked_size(role, targets.get(role, 0)) for role in ROLES}
+        self._pools = {role: Pool(role, size) for role, size in sizes.items()}
         self._published: tuple[WorkerEndpoint, ...] = ()
         self._closed = False
         self._num_started = dict.fromkeys(ROLES, 0)
@@ -227,7 +223,7 @@ class Controller:
 
     def pools(self, now_s: float) -> list[cluster_pb2.PoolStatus]:
         """Targets and workers; the loads are the router's to add."""
-        return [self._pool_status(pool, now_s) for pool in self._pools.values()]
+        return [self._pool_status(pool, now_s) for pool in self._shown_pools()]
 
     def worker_names(self) -> list[str]:
         """Of every live worker."""
@@ -248,15 +244,23 @@ class Controller:
             if (text := self._launcher.waiting_for(worker.name))
         ]
         return cluster_pb2.PoolStatus(
-            role=WIRE_ROLE[pool.role],
+            role=WIRE_ROLES[pool.role],
             target=pool.target,
             ready=len(pool.in_state(WorkerState.READY)),
             workers=[_worker_status(worker) for worker in pool.workers.values()],
             message=describe(pool, now_s, self._options, waiting, self._num_arriving(pool)),
         )
 
+    def _shown_pools(self) -> list[Pool]:
+        """Without a colocated one that nobody asked for."""
+        return [
+            pool
+            for pool in self._pools.values()
+            if pool.role != "colocated" or pool.target or pool.workers
+        ]
+
     def _targets(self) -> dict[Role, int]:
-        return {role: pool.target for role, pool in self._pools.items()}
+        return {pool.role: pool.target for pool in self._shown_pools()}
 
     def _start(self, pool: Pool, now_s: float) -> None:
         worker = self._new_worker(pool, now_s)
@@ -348,13 +352,13 @@ def _worker_status(worker: WorkerRecord) -> cluster_pb2.WorkerStatus:
     endpoint = worker.endpoint
     return cluster_pb2.WorkerStatus(
         worker_id=worker.known_id,
-        role=WIRE_ROLE[worker.role],
+        role=WIRE_ROLES[worker.role],
         phase=_WIRE_PHASE[worker.state],
         address=endpoint.address if endpoint else "",
         pid=worker.pid,
         host=worker.host,
         becomes=common_pb2.WORKER_ROLE_UNSPECIFIED
         if worker.becomes is None
-        else WIRE_ROLE[worker.becomes],
+        else WIRE_ROLES[worker.becomes],
         predecessor=worker.predecessor,
     )

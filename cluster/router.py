@@ -101,8 +101,8 @@ class Router:
         self.pool = PoolView(
             control, worker_silence_s=options.worker_silence_s, on_change=self._on_change
         )
-        self.admission = Admission(options, self.pool)
         self._costs = PrefillCostBook()
+        self.admission = Admission(options, self.pool, costs=self._costs.costs)
         self._parse = parse
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
@@ -301,8 +301,7 @@ class Router:
 
     def missing(self) -> str:
         """Why the service is not ready, in words."""
-        pools = [role for role, since in self.pool.empty_since.items() if since is not None]
-        return f"no ready worker in the {' and the '.join(pools)} pool" if pools else "nothing"
+        return self.pool.missing()
 
     def _on_change(self) -> None:
         self.admission.wake()

@@ -157,7 +157,7 @@ def check_memory(config: WorkerConfig, device: torch.device) -> None:
     asked = []
     if config.kv_memory_fraction is None:
         asked.append(("kv_memory_bytes", config.kv_memory_bytes, device))
-    if config.swap_memory_bytes is not None and config.role == "decode":
+    if config.swap_memory_bytes is not None and config.role != "prefill":
         asked.append(("swap_memory_bytes", config.swap_memory_bytes, torch.device("cpu")))
     for name, value, place in asked:
         there = total_bytes(place)
@@ -179,7 +179,7 @@ def _fraction_of(fraction: float, shape: KvShape, facts: MemoryFacts) -> tuple[i
 
 def _swap_bytes(config: WorkerConfig, pool_bytes: int, facts: MemoryFacts) -> int:
     # With `reserve` nobody is ever preempted.
-    if config.role != "decode" or config.admission == "reserve":
+    if config.role == "prefill" or config.admission == "reserve":
         return 0
     if config.swap_memory_bytes is not None:
         return config.swap_memory_bytes

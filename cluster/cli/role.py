@@ -19,7 +19,7 @@ from legato.cluster.cli.status_table import role_name, short_id
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    from legato.protos import cluster_pb2, cluster_pb2_grpc
+    from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 POLL_S = 0.2
 
@@ -66,7 +66,7 @@ def role(
             print(f"{old} is {short_id(new)} now, after {time.monotonic() - began_s:.1f} s")
 
 
-def parse_role(word: str) -> cluster_pb2.WorkerRole.ValueType:
+def parse_role(word: str) -> common_pb2.WorkerRole.ValueType:
     """Raises BadParameter naming the word where it is none."""
     from legato.protos import common_pb2
 
