@@ -71,11 +71,12 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """One service: a model, two pools, a router."""
+    """One service: a model, its pools, a router."""
 
     model: str
     prefill_workers: int = 1
     decode_workers: int = 1
+    colocated_workers: int = 0  # compute prompts and decode
     ray_address: str | None = None  # None: a local Ray of our own
     # Where workers listen: an address, or "auto": loopback, or, where the Ray cluster has more
     # than one node, each node's own address.
@@ -91,8 +92,13 @@ class ServiceConfig:
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
 
+    @property
+    def num_workers(self) -> int:
+        """Of all pools."""
+        return self.prefill_workers + self.decode_workers + self.colocated_workers
+
     def decode_engine(self) -> EngineOptions:
-        """What decode workers are told; `engine` is for the prefill workers."""
+        """What decode workers are told; `engine` is for the others."""
         return replace(
             self.engine,
             dtype=self.decode_dtype or self.engine.dtype,

@@ -19,8 +19,9 @@ from legato.cluster.placement import place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
+from legato.cluster.roles import role_of
 from legato.cluster.version import legato_version
-from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
+from legato.protos import cluster_pb2, cluster_pb2_grpc
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -97,11 +98,10 @@ class Owner:
             raise ServiceError(str(error)) from error
         self._check_stop()
         self._ray = service = RayService()
-        num_workers = config.prefill_workers + config.decode_workers
         if ray_address is None:
             self._progress.state("starting Ray")
             self._temp = RayTemp()
-            facts = service.start_own(self._temp.ray_folder, num_workers + 2)
+            facts = service.start_own(self._temp.ray_folder, config.num_workers + 2)
             self._progress.stage("Ray started")
         else:
             self._progress.state(f"joining Ray at {ray_address}")
@@ -119,7 +119,11 @@ class Owner:
         service.launch(
             WorkerPlan(
                 model=str(model_path) if everywhere else config.model,
-                engines={"prefill": config.engine, "decode": config.decode_engine()},
+                engines={
+                    "prefill": config.engine,
+                    "decode": config.decode_engine(),
+                    "colocated": config.engine,
+                },
                 placement=placement,
                 spread=facts.num_nodes > 1,
             ),
@@ -131,7 +135,11 @@ class Owner:
                 owner_pid=os.getpid(),
                 owner_host=socket.gethostname(),
             ),
-            {"prefill": config.prefill_workers, "decode": config.decode_workers},
+            {
+                "prefill": config.prefill_workers,
+                "decode": config.decode_workers,
+                "colocated": config.colocated_workers,
+            },
             ControllerOptions(start_timeout_s=config.start_timeout_s),
         )
         return self._wait_until_ready(service)
@@ -217,7 +225,7 @@ class Owner:
             except ValueError as error:
                 raise ServiceError(str(error)) from error
             pools = service.pools()
-            text = ", ".join(_pool_text(pool) for pool in pools)
+            text = ", ".join(_pool_text(pool) for pool in pools if pool.target)
             if address is None:
                 text += ", router starting"
             self._progress.state(text)
@@ -311,5 +319,4 @@ def _serves(address: str) -> bool:
 
 
 def _pool_text(pool: cluster_pb2.PoolStatus) -> str:
-    name = "prefill" if pool.role == common_pb2.WORKER_ROLE_PREFILL else "decode"
-    return f"{name}: {pool.message or f'{pool.ready} of {pool.target} ready'}"
+    return f"{role_of(pool.role)}: {pool.message or f'{pool.ready} of {pool.target} ready'}"

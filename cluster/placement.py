@@ -39,7 +39,7 @@ def place(config: ServiceConfig, facts: ClusterFacts) -> WorkerPlacement:
     Raises:
         ValueError: the machine can never offer what is asked.
     """
-    num_workers = max(1, config.prefill_workers + config.decode_workers)
+    num_workers = max(1, config.num_workers)
     cpus = config.worker_cpus
     if cpus is None:
         cpus = 1.0 if facts.joined else 0.0

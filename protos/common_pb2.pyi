@@ -382,7 +382,7 @@ class WorkerLoad(_message.Message):
     transferring: _builtins.int
     """KV transfers under way, in or out."""
     waiting_tokens: _builtins.int
-    """Prompt tokens queued and not yet computed (decode: of local prefills)."""
+    """Prompt tokens queued and not yet computed (decode: of local prefills; colocated: of all)."""
     prefill_steps: _builtins.int
     """Counters since the process started. A decode worker's prefill is local: these steps count as
     decode steps too, the tokens do not.

@@ -29,7 +29,7 @@ def role(
         str, typer.Argument(help="A worker's id, or how it begins, as `legato status` shows it.")
     ],
     new_role: Annotated[
-        str, typer.Argument(metavar="ROLE", help="What it is to be: prefill or decode.")
+        str, typer.Argument(metavar="ROLE", help="What it is to be: prefill, decode or colocated.")
     ],
     wait: Annotated[
         bool, typer.Option(help="Until it serves in its new role, for up to --timeout.")
@@ -68,9 +68,9 @@ def role(
 
 def parse_role(word: str) -> common_pb2.WorkerRole.ValueType:
     """Raises BadParameter naming the word where it is none."""
-    from legato.protos import common_pb2
+    from legato.cluster.roles import WIRE_ROLES
 
-    roles = {role_name(r): r for r in common_pb2.WorkerRole.values() if r}
+    roles: dict[str, common_pb2.WorkerRole.ValueType] = {**WIRE_ROLES}
     if word not in roles:
         raise typer.BadParameter(f"must be {' or '.join(roles)}, got {word!r}", param_hint="ROLE")
     return roles[word]

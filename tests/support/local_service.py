@@ -38,6 +38,7 @@ NO_PROXY = (("grpc.enable_http_proxy", 0),)
 ROLES = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 
 
@@ -116,16 +117,23 @@ class LocalService:
         *,
         prefill: int = 1,
         decode: int = 1,
+        colocated: int = 0,
         worker_args: Sequence[str] = (),
         prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
+        colocated_args: Sequence[str] = (),
         options: RouterOptions | None = None,
     ) -> None:
         self.model = Path(model)
-        self.counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
+        self.counts: dict[Role, int] = {
+            "prefill": prefill,
+            "decode": decode,
+            "colocated": colocated,
+        }
         self.args: dict[Role, list[str]] = {
             "prefill": [*worker_args, *prefill_args],
             "decode": [*worker_args, *decode_args],
+            "colocated": [*worker_args, *colocated_args],
         }
         self.options = options or RouterOptions(port=0, local_prefill_tokens=0)
         self.control = StaticControl()
