@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 # The hand-off's figures are sent right after the commit that lets decode begin.
 HANDOFF_FIGURES_TIMEOUT_S = 1.0
+# What the remote way costs beside the model is measured on prompts as short as this at least: of
+# long ones the hand-off goes on while they are computed.
+MEASURED_TOKENS = 128
 
 
 class Attempt:
@@ -93,7 +96,7 @@ class Attempt:
         # Prefill: the first tokens go to the client while the KV is still moving.
         life.has_begun = True
         enter(group.values(), Phase.PREFILL)
-        may_be_local = not placement.is_colocated and self._may_be_local(request)
+        may_be_local = self._is_short(request, life.local_prefill_tokens)
         if self._decode is not None and placement.is_colocated:
             first = await self._decode.start_locally()
             placement.computed()
@@ -118,7 +121,8 @@ class Attempt:
 
         if self._handover is not None:
             await self._handover.joined()
-            if may_be_local and not self._handover.num_retargets:
+            limit = max(life.local_prefill_tokens, MEASURED_TOKENS)
+            if self._is_short(request, limit) and not self._handover.num_retargets:
                 spent_s = self._handover.joined_at_s - ticket_at_s
                 life.costs.note_overhead(max(0.0, spent_s - first.wait_s - first.model_s))
             self._decode = self._handover.decode
@@ -130,14 +134,10 @@ class Attempt:
 
     # --- prefill ------------------------------------------------------------------------------
 
-    def _may_be_local(self, request: worker_pb2.PrefillRequest) -> bool:
-        """Whether it is so short for the decode worker that either way might be taken."""
+    def _is_short(self, request: worker_pb2.PrefillRequest, limit: int) -> bool:
+        """Whether the decode worker lacks the KV of so few tokens of the only answer's prompt."""
         uncached = len(request.token_ids) - request.ticket.cached_tokens
-        return (
-            request.HasField("ticket")
-            and request.num_answers == 1
-            and uncached <= self._life.local_prefill_tokens
-        )
+        return request.HasField("ticket") and request.num_answers == 1 and uncached <= limit
 
     def _is_local(self, request: worker_pb2.PrefillRequest) -> bool:
         placement, life = self._placement, self._life

@@ -127,7 +127,7 @@ async def test_a_pair_s_streams_are_replayed_on_a_colocated_worker() -> None:
 
 async def test_beside_a_pair_it_takes_what_is_measured_to_be_cheaper_there() -> None:
     prefill, decode, worker = (FakeWorker(r) for r in ("prefill", "decode", "colocated"))  # type: ignore[arg-type]  # literals
-    async with colocated(worker, pair=(prefill, decode), local_prefill_tokens=128) as service:
+    async with colocated(worker, pair=(prefill, decode)) as service:
         check_whole(await collect(service, ask("first", 3)), "first", 3)
         assert len(prefill.prefills) == 1, "nothing is measured yet: the pair"
         worker.local_prefill_token_s = 1e-9
