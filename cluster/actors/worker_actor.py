@@ -66,14 +66,21 @@ class WorkerActor:
         return WorkerProcess(ray.get_runtime_context().get_node_id(), me.pid, me.create_time())
 
     async def start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
-        """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
+        """Loads the model and serves; raises ValueError or OSError where the model is wrong.
+
+        Of one that serves: ends that, and serves again in another role with the model it has.
+        """
         # Here, not above: the router's and the controller's processes need no torch.
         from legato.worker.server import WorkerServer
         from legato.worker.spare_memory import keep_objects
 
         begin_logging()
         config = worker_config(role, plan)
-        server = WorkerServer(config, on_progress=partial(self._note_progress, config))
+        if self._server is None:
+            server = WorkerServer(config, on_progress=partial(self._note_progress, config))
+        else:
+            await self._server.stop(0)
+            server = await self._server.successor(config)
         address = await server.start()
         keep_objects()
         self._server = server

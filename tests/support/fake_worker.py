@@ -21,6 +21,7 @@ KV_BYTES_PER_TOKEN = 8
 ROLE_NUMBERS = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 # Where a fake prefill worker finds the decode worker that a ticket names.
 BY_ADDRESS: dict[str, FakeWorker] = {}
