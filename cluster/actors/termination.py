@@ -1,4 +1,4 @@
-"""SIGTERM in the process of an actor: the actor is told, and Ray does not end the process at once."""
+"""SIGTERM in the process of an actor: the actor is told, and Ray does not end it at once."""
 
 from __future__ import annotations
 
