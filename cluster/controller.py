@@ -186,6 +186,16 @@ class Controller:
         log.info("worker %s (%s) is ready", worker.name, worker.known_id)
         self.step(now_s)
 
+    def on_leaving(self, name: str, now_s: float) -> None:
+        """The worker's process was told to end: it drains, and is replaced at once."""
+        pool, worker = self._find(name)
+        if pool is None or worker is None or worker.state is not WorkerState.READY:
+            return
+        worker.move(WorkerState.DRAINING, now_s)
+        self._publish_changes()
+        self._launcher.drain(name, self._options.drain_timeout_s)
+        self.step(now_s)
+
     def on_dead(self, name: str, reason: str, now_s: float, *, permanent: bool = False) -> None:
         """The worker's process ended, or its start failed; `permanent`: it always will."""
         pool, worker = self._find(name)

@@ -150,6 +150,7 @@ class RayLauncher:
                 self._processes[name] = await handle.placed.remote()
             started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
+            self._spawn(self._await_leaving(name, handle))
             await handle.watch.remote()
         except RayActorError as error:
             self._ended.add(name)
@@ -223,6 +224,13 @@ class RayLauncher:
             self._loading.pop(name, None)
         worker: StartedWorker = await start
         return worker
+
+    async def _await_leaving(self, name: str, handle: Any) -> None:  # noqa: ANN401  # as above
+        try:
+            await handle.leaving.remote()
+        except RayError:
+            return  # `_live` reports the death
+        self.controller.on_leaving(name, time.monotonic())
 
     async def _drain(self, name: str, timeout_s: float, *, stops: bool) -> None:
         handle = self._handles[name]

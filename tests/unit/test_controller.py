@@ -329,3 +329,29 @@ def _may(state: WorkerState, following: WorkerState) -> bool:
         return state.to(following) is following
     except ValueError:
         return False
+
+
+def test_a_worker_that_is_told_to_end_drains_and_is_replaced_at_once() -> None:
+    world = World(prefill=1, decode=2)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.launcher.take()
+    world.controller.on_leaving("decode-1", 2.0)
+    assert world.ids() == ["id-prefill-1", "id-decode-1 draining", "id-decode-2"]
+    assert world.launcher.take() == ["drain decode-1", "start decode-3"]
+    world.controller.on_leaving("decode-1", 2.1)  # told twice
+    assert world.launcher.take() == []
+    world.controller.on_drained("decode-1", 3.0)
+    assert world.ids() == ["id-prefill-1", "id-decode-2"]
+    assert world.launcher.take() == ["kill decode-1"]
+    world.controller.on_leaving("decode-1", 3.1)  # old news
+    assert world.launcher.take() == []
+
+
+def test_one_that_was_told_to_end_and_is_gone_before_it_had_drained_is_no_failed_start() -> None:
+    world = World()
+    world.ready("prefill-1", "decode-1", now_s=1.0)
+    world.controller.on_leaving("decode-1", 1.5)
+    world.launcher.take()
+    world.controller.on_dead("decode-1", "its process ended", 2.0)
+    assert world.launcher.take() == ["kill decode-1"]
+    assert world.controller.pools(2.0)[1].message == "0 of 1 ready; 1 starting"
