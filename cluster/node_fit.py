@@ -7,7 +7,6 @@ with half a worker's GPUs each hold no worker.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from legato.cluster.resource_demand import amount_text, label_matches, label_text
@@ -15,7 +14,6 @@ from legato.cluster.resource_demand import amount_text, label_matches, label_tex
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from legato.cluster.control_plane import Role
     from legato.cluster.resource_demand import ResourceDemand
 
 _GRAIN = 1e-4 / 2  # Ray counts in ten-thousandths
@@ -59,7 +57,7 @@ def waits_for(role: str, demand: ResourceDemand, nodes: Sequence[NodeView]) -> s
     amounts = demand.amounts()
     if any(_covers(node.free, amounts) for node in able):
         return ""
-    most = {name: max(able, key=partial(_free, name)) for name in amounts}
+    most = {name: _freest(name, able) for name in amounts}
     scarce = {n: node for n, node in most.items() if node.free.get(n, 0.0) < amounts[n] - _GRAIN}
     if not scarce:
         return f"waiting for room: no node has {', '.join(demand.parts())} free at once"
@@ -72,7 +70,7 @@ def waits_for(role: str, demand: ResourceDemand, nodes: Sequence[NodeView]) -> s
     return f"waiting for room: a {role} worker needs {needs}; the most free on one node is {free}"
 
 
-def too_many(workers: Mapping[Role, tuple[int, ResourceDemand]], nodes: Sequence[NodeView]) -> str:
+def too_many(workers: Mapping[str, tuple[int, ResourceDemand]], nodes: Sequence[NodeView]) -> str:
     """Why all these workers (role: how many, what each asks) never run together; empty if they may.
 
     By sums: exact where there is one node.
@@ -92,6 +90,10 @@ def too_many(workers: Mapping[Role, tuple[int, ResourceDemand]], nodes: Sequence
     return ""
 
 
+def _freest(name: str, nodes: Sequence[NodeView]) -> NodeView:
+    return max(nodes, key=lambda node: node.free.get(name, 0.0))
+
+
 def _covers(has: Mapping[str, float], amounts: Mapping[str, float]) -> bool:
     return all(has.get(name, 0.0) >= amount - _GRAIN for name, amount in amounts.items())
 
@@ -108,7 +110,3 @@ def _shortfall(demand: ResourceDemand, nodes: Sequence[NodeView]) -> str:
         if not any(label_matches(node.labels.get(key), condition) for node in nodes):
             lacks.append(f"none has {label_text(key, condition)}")
     return ", ".join(lacks) or "none has all of it at once"
-
-
-def _free(name: str, node: NodeView) -> float:
-    return node.free.get(name, 0.0)

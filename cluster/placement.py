@@ -123,7 +123,9 @@ def _check_own(
     for role, demand in demands.items():
         if problem := never_fits(role, demand, facts.nodes):
             raise ValueError(f"{problem}. {_REMEDY}")
-    workers = {wish.role: (wish.num_workers, demands[wish.role]) for wish in wishes}
+    workers: dict[str, tuple[int, ResourceDemand]] = {
+        wish.role: (wish.num_workers, demands[wish.role]) for wish in wishes
+    }
     if problem := too_many(workers, facts.nodes):
         raise ValueError(f"{problem}. {_REMEDY}")
 
