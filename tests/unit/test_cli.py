@@ -334,6 +334,27 @@ def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captur
             assert error.count("\n") == 1
 
 
+def test_of_several_routers_one_that_is_there_is_asked(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]},127.0.0.1:{run.port}"
+        for _ in range(2):
+            assert run.bare("generate", "hello", "--raw", "--address", address) == 0
+        assert run.bare("status", "--address", address) == 0
+    assert capsys.readouterr().out.startswith("two wördstwo wörds")
+    assert len(service.requests) == 2
+
+
+@pytest.mark.parametrize("address", ["nowhere", "a:1,b", "a:99999", "a:1,,b:2"])
+def test_a_wrong_address_is_refused(run: Runner, capsys: Captured, address: str) -> None:
+    assert run.bare("status", "--address", address) == 2
+    error = capsys.readouterr().err
+    assert "must be host:port, or several with commas between them" in error
+    assert repr(address) in error
+
+
 def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
