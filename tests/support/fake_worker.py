@@ -398,9 +398,9 @@ class FakeWorker(
                     attempt.pauses[command.pause.answer] = command.pause.number
                 case "move":
                     attempt.moves[command.move.answer] = command.move
-                case "resume":
-                    answer = command.resume.answer
-                    if attempt.pauses.get(answer) == command.resume.number:
+                case "unpark":
+                    answer = command.unpark.answer
+                    if attempt.pauses.get(answer) == command.unpark.number:
                         self.num_resumed += 1
                         del attempt.pauses[answer]
                         attempt.parked.discard(answer)

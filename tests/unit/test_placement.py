@@ -90,18 +90,18 @@ def test_what_a_ray_of_our_own_can_never_have_is_refused() -> None:
         place(config(worker_cpus=48), facts())
     # A cluster may grow; there the controller says what it waits for.
     joined = place(config(device="cuda"), facts(joined=True))
-    assert [one.demand.gpus for one in joined.values()] == [1, 1]
+    assert [one.demand.gpus for one in joined.values()] == [1, 1, 1]
 
 
 def test_cpus_are_asked_of_a_shared_cluster_only() -> None:
     def cpus(one: ServiceConfig, *, joined: bool) -> list[float | None]:
         return [p.demand.cpus for p in place(one, facts(joined=joined)).values()]
 
-    assert cpus(config(), joined=False) == [0, 0]
-    assert cpus(config(), joined=True) == [1, 1]
-    assert cpus(config(worker_cpus=4), joined=True) == [4, 4]
+    assert cpus(config(), joined=False) == [0, 0, 0]
+    assert cpus(config(), joined=True) == [1, 1, 1]
+    assert cpus(config(worker_cpus=4), joined=True) == [4, 4, 4]
     decode = parse_demand("CPU=2,memory=4GB")
-    assert cpus(config(worker_cpus=4, decode_resources=decode), joined=True) == [4, 2]
+    assert cpus(config(worker_cpus=4, decode_resources=decode), joined=True) == [4, 2, 4]
     assert not config().asks_cpus
     assert config(worker_cpus=1).asks_cpus
     assert config(decode_resources=decode).asks_cpus
@@ -128,7 +128,9 @@ def test_each_pool_has_its_own_kind_of_machine() -> None:
     assert prefill.demand.labels == (("zone", "a"),)
     # GPU=0 keeps a pool off the GPUs that it could have, and the other pool has them all.
     mixed = place(config(decode_resources=parse_demand("GPU=0")), facts(num_gpus=1, joined=True))
-    assert [(one.device, one.demand.gpus) for one in mixed.values()] == [("cuda", 1), ("cpu", 0)]
+    assert [(one.device, one.demand.gpus) for one in mixed.values()] == [
+        *(("cuda", 1), ("cpu", 0), ("cuda", 1)),
+    ]
     with pytest.raises(ValueError, match="--decode-resources GPU=0 with --device cuda"):
         place(config(device="cuda", decode_resources=parse_demand("GPU=0")), cluster)
 
