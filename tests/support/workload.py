@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
-from history import CallHistory, Piece
+from history import CallHistory, Piece, check_all
 
 from legato.cluster.client import AsyncClient
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 VOCABULARY = 256  # of plain bytes: see tiny_models
 STOPS = ("q", "Z", "%", "th", "e ", "a1", "(x", "=>")
@@ -133,3 +136,53 @@ async def run_all(
                 return await record(client, request, timeout_s=timeout_s, cancel_after=cancel_after)
 
         return await asyncio.gather(*(one(i, request) for i, request in enumerate(requests)))
+
+
+@dataclass
+class Pump:
+    """Keeps a service busy with the same requests again and again; `calls` are those that ended."""
+
+    calls: list[CallHistory] = field(default_factory=list)
+
+    def wrong(
+        self,
+        references: Mapping[str, CallHistory],
+        decode: Callable[[Sequence[int]], str],
+    ) -> list[str]:
+        """What is, of all calls; `references` by the first part of the requests' ids."""
+        wrong: list[str] = []
+        for call in self.calls:
+            reference = references[call.request_id.partition(" ")[0]]
+            wrong += check_all([call], {call.request_id: reference}, decode)
+        return wrong
+
+
+@asynccontextmanager
+async def pump(
+    address: str,
+    requests: Sequence[generation_pb2.GenerateRequest],
+    name: str,
+    *,
+    at_once: int,
+    timeout_s: float = 120.0,
+) -> AsyncIterator[Pump]:
+    """Runs during the block; at its end no new ones begin, and all have ended."""
+    it, counter, stopped = Pump(), itertools.count(), asyncio.Event()
+    async with AsyncClient(address) as client:
+
+        async def one_after_the_other() -> None:
+            while not stopped.is_set():
+                number = next(counter)
+                request = generation_pb2.GenerateRequest()
+                request.CopyFrom(requests[number % len(requests)])
+                request.request_id += f" {name} {number}"
+                request.cache_salt += f" {name} {number}"
+                it.calls.append(await record(client, request, timeout_s=timeout_s))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(at_once):
+                tasks.create_task(one_after_the_other())
+            try:
+                yield it
+            finally:
+                stopped.set()
