@@ -48,7 +48,8 @@ async def until_busy(rig: KillRig, role: str) -> None:
 async def test_the_only_worker_of_each_pool_dies_and_nobody_fails(
     model: Path, tmp_path: Path
 ) -> None:
-    text, requests = ModelText.load(model), mixed(NUM_REQUESTS, seed=5)
+    text = ModelText.load(model)
+    requests = mixed(NUM_REQUESTS, seed=5, longest_prompt=400, longest_answer=150)
     with logged_service(model, tmp_path, prefill=1, decode=1) as (served, log):
         async with kill_rig(served, log) as rig:
             before = await run_all(rig.address, requests, at_once=AT_ONCE)
