@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-curve bench-handoff bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-properties test-simulation test-aot tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,8 +21,14 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests"
-	@$(BIN)/python -m pytest -q
+	@echo "[legato] tests, in two lanes: those with processes mostly wait; each lane is shown when it ends"
+	@$(MAKE) -s -k -j2 --output-sync=target lane-alone lane-processes
+
+lane-alone: # What `unit` runs, beside the other lane
+	@$(BIN)/python -m pytest -q tests/unit tests/kernels
+
+lane-processes:
+	@$(BIN)/python -m pytest -q tests/integration tests/faults
 
 lint: $(STAMP) ## ruff: rules and format
 	@echo "[legato] lint"
@@ -68,6 +74,9 @@ bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-cur
 
 bench-handoff: $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
 	@$(BIN)/python -m legato.bench.handoff
+
+bench-router: $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
+	@$(BIN)/python -m legato.bench.router_overhead
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
 $(PEERS)/.installed:

@@ -67,6 +67,14 @@ class AnswerLife:
         """In the request log."""
         self.log.note(event, request=self.spec.request_id, answer=self.index, **fields)
 
+    def note_begun(self, attempt: int, prefill: str | None, decode: str | None) -> None:
+        """These workers have it, in the attempt of this number. `prefill` None: its KV moved."""
+        self.note("begun", attempt=attempt, prefill=prefill, decode=decode)
+
+    def note_left(self, attempt: int) -> None:
+        """The workers of that attempt have nothing of it any more."""
+        self.note("left", attempt=attempt, tokens=len(self.answer.token_ids))
+
     def begin(self, prefill_kv_tokens: int) -> None:
         """An attempt begins: with all tokens so far, or as many as prefill has room for.
 
@@ -76,6 +84,10 @@ class AnswerLife:
         room = max(0, prefill_kv_tokens - len(self.spec.prompt_token_ids))
         self.num_replayed = min(len(self.answer.token_ids), room)
         self.answer.begin(self.num_replayed)
+
+    def begin_moved(self) -> None:
+        """The attempt goes on at another worker, which has the KV of all tokens but the last."""
+        self.num_replayed = self.answer.num_taken
 
     def take(
         self,
@@ -151,6 +163,13 @@ class AnswerLife:
         self.timings.kv_bytes_handed_over += done.kv_bytes
         self.timings.kv_transfer_s += done.transfer_s
         self.timings.handoff_reused_tokens += done.reused_tokens
+
+    def count_move(self, moved: worker_pb2.Moved) -> None:
+        """The KV is with another decode worker."""
+        self.timings.moves += 1
+        self.timings.kv_bytes_handed_over += moved.kv_bytes
+        self.timings.kv_transfer_s += moved.transfer_s
+        self.timings.handoff_reused_tokens += moved.reused_tokens
 
     async def _tell(self, response: generation_pb2.GenerateResponse) -> None:
         response.index = self.index

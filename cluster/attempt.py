@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from legato.cluster.answer_life import DecodeFigures, enter
+from legato.cluster.answer_life import enter
+from legato.cluster.decode_stream import DecodeStream
 from legato.cluster.handover import Handover
 from legato.cluster.policies import prefills_locally
 from legato.cluster.timings import Phase
-from legato.cluster.worker_calls import (
-    DecodeCall,
-    PrefillCall,
-    WorkerFailedError,
-    WorkerFaultError,
-)
+from legato.cluster.worker_calls import DecodeCall, PrefillCall
 from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
@@ -55,13 +51,10 @@ class Attempt:
             AttemptEndedError: another try may go on with those that are left.
             RequestError: no other is to be made.
         """
-        decode = self._placement.decode
+        prefill, decode = self._placement.prefill, self._placement.decode
         for answer in self._group.values():
-            answer.note(
-                "begun",
-                attempt=self._number,
-                prefill=self._placement.prefill.worker_id,
-                decode=decode.worker_id if decode is not None else None,
+            answer.note_begun(
+                self._number, prefill.worker_id, decode.worker_id if decode is not None else None
             )
         try:
             await self._serve()
@@ -73,7 +66,7 @@ class Attempt:
             finally:
                 self._close()
                 for answer in self._group.values():
-                    self._note_left(answer)
+                    answer.note_left(self._number)
 
     def _close(self) -> None:
         """Idempotent."""
@@ -83,13 +76,6 @@ class Attempt:
             if call is not None:
                 call.close()
         self._placement.release()
-
-    def _leave(self, number: int) -> None:
-        """The workers have nothing of this answer any more."""
-        self._note_left(self._group.pop(number))
-
-    def _note_left(self, answer: AnswerLife) -> None:
-        answer.note("left", attempt=self._number, tokens=len(answer.answer.token_ids))
 
     async def _serve(self) -> None:
         life, group, placement = self._life, self._group, self._placement
@@ -132,7 +118,7 @@ class Attempt:
             if may_be_local and not self._handover.num_retargets:
                 spent_s = self._handover.joined_at_s - ticket_at_s
                 life.costs.note_overhead(max(0.0, spent_s - first.wait_s - first.model_s))
-            self._decode = self._handover.decode
+            self._decode, self._placement = self._handover.decode, self._handover.placement
         else:
             assert self._decode is not None, "without a decode worker the first token is the last"
             await self._decode.joined()
@@ -195,7 +181,7 @@ class Attempt:
             news.append((answer, delta, ending))
             answer.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
             if ending is not None:
-                self._leave(number)
+                self._group.pop(number).note_left(self._number)
             else:
                 tokens[number] = start.token.token_id
         return tokens, news
@@ -203,48 +189,22 @@ class Attempt:
     # --- decode -------------------------------------------------------------------------------
 
     async def _pass_on(self, decode: DecodeCall) -> None:
-        """One message to the client for each from the worker; the next is read when gRPC took it,
-        so a slow client holds back its own stream and fills no buffer here.
-        """
-        life, group = self._life, self._group
-        enter(group.values(), Phase.DECODE)
         figures_due_s = time.monotonic() + HANDOFF_FIGURES_TIMEOUT_S
-        figures = {n: DecodeFigures(a, decode.view.worker_id) for n, a in group.items()}
-        stopped: set[int] = set()
-        while group:
-            event = await decode.next_of_answer()
-            number = event.answer
-            if number in stopped:  # it was on its way when Stop was sent
-                continue
-            if number not in group:
-                raise WorkerFaultError(
-                    f"worker {decode.view.worker_id} goes on with answer {number}: it is not there"
-                )
-            answer = group[number]
-            if isinstance(event, worker_pb2.Preempted):
-                self._leave(number)
-                answer.num_preemptions = max(answer.num_preemptions + 1, event.num_preemptions)
-                life.go_on_alone(answer)
-                continue
-            figures[number].count(event)
-            cut_short = event.finish_reason == common_pb2.FINISH_REASON_CANCELLED
-            finished = event.finished and not cut_short
-            delta, ending = answer.take(event.tokens, event.finish_reason if finished else None)
-            if ending is not None:
-                answer.enter(Phase.DELIVERY)
-                self._leave(number)
-                if not finished:
-                    stopped.add(number)
-                    await decode.stop(number)
-                    if not group:
-                        await decode.end()
-                if self._handover is not None:
-                    await self._handover.figures(figures_due_s)
-                if not group:
-                    self._close()
-            await life.deliver(answer, delta, ending)
-            if ending is None and cut_short:
-                raise WorkerFailedError(decode.view, "it ended the sequence early")
+
+        async def figures() -> None:
+            if self._handover is not None:
+                await self._handover.figures(figures_due_s)
+
+        stream = DecodeStream(
+            self._life,
+            self._group,
+            decode,
+            self._placement,
+            attempt=self._number,
+            on_end=self._close,
+            before_end=figures,
+        )
+        await stream.pass_on()
 
     def _note_success(self) -> None:
         """Those that served have failed nobody since."""

@@ -61,6 +61,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 cancelled=counters.cancelled,
                 refused=counters.refused,
                 moved=counters.moved,
+                moved_with_kv=counters.moved_with_kv,
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
+
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
 # As in `legato.worker.config`, which says what they are.
@@ -88,6 +90,9 @@ class ServiceConfig:
     # and one GPU where the device is cuda.
     worker_cpus: float | None = None
     worker_gpus: float | None = None
+    # Of the workers of one role; what it says of CPUs and GPUs goes before the two above.
+    prefill_resources: ResourceDemand = NO_DEMAND
+    decode_resources: ResourceDemand = NO_DEMAND
     start_timeout_s: float = 120.0
     restart: bool = True  # replace workers that are lost
     engine: EngineOptions = EngineOptions()
@@ -95,6 +100,11 @@ class ServiceConfig:
     decode_dtype: str | None = None
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
+
+    @property
+    def asks_cpus(self) -> bool:
+        """Whether workers ask for CPUs on a Ray of our own too."""
+        return any((self.worker_cpus, self.prefill_resources.cpus, self.decode_resources.cpus))
 
     def decode_engine(self) -> EngineOptions:
         """What decode workers are told; `engine` is for the prefill workers."""

@@ -75,6 +75,10 @@ class Launcher(Protocol):
         """What the start of this worker waits for, such as a GPU or its weights, or nothing."""
         ...
 
+    def lacks_room(self, name: str) -> bool:
+        """Whether its start waits for a node with room: it has not begun, and may not time out."""
+        ...
+
 
 class Controller:
     """Both pools. Publishes the full list of workers to the router on every change."""
@@ -100,6 +104,9 @@ class Controller:
             return
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
+            for worker in pool.in_state(WorkerState.STARTING):
+                if self._launcher.lacks_room(worker.name):
+                    worker.since_s = now_s
             for action in decide(pool, now_s, self._options):
                 match action:
                     case Start():
@@ -160,6 +167,12 @@ class Controller:
         self._end(pool, worker, reason, now_s, failed=failed, permanent=permanent)
         self.step(now_s)
 
+    def pardon(self, name: str, now_s: float) -> None:
+        """This worker, whose end is known, ended because its node was lost: no failed start."""
+        for pool in self._pools.values():
+            pool.pardon(name)
+        self.step(now_s)
+
     def on_drained(self, name: str, now_s: float) -> None:
         """The worker has nothing left to do."""
         pool, worker = self._find(name)
@@ -200,7 +213,8 @@ class Controller:
         for pool in self._pools.values():
             ready = len(pool.in_state(WorkerState.READY))
             if ready < pool.target and (pool.num_lost or pool.gives_up(self._options)):
-                return pool.last_failure
+                row = pool.failed_starts
+                return pool.last_failure + (f"; {row} starts failed in a row" if row > 1 else "")
         return ""
 
     def _pool_status(self, pool: Pool, now_s: float) -> cluster_pb2.PoolStatus:
@@ -236,7 +250,8 @@ class Controller:
     ) -> None:
         if failed:
             pool.note_failed_start(
-                f"{worker.name}: {reason}",
+                worker.name,
+                reason,
                 now_s,
                 self._options,
                 was_ready=worker.state is WorkerState.READY,

@@ -15,7 +15,7 @@ import grpc
 
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import SILENCE_S, Heartbeat
-from legato.cluster.placement import place
+from legato.cluster.placement import check_own, place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from legato.cluster.config import ServiceConfig
 
 POLL_S = 0.1
+JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
@@ -85,6 +86,8 @@ class Owner:
         config = self._config
         check_port(config.router.host, config.router.port)
         ray_address = self._ray_address()
+        if ray_address is None:
+            self._check_own()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
         from legato.cluster.actors.model_path import resolve_model_path
@@ -101,27 +104,32 @@ class Owner:
         if ray_address is None:
             self._progress.state("starting Ray")
             self._temp = RayTemp()
-            facts = service.start_own(self._temp.ray_folder, num_workers + 2)
+            # Our actors need no CPU of Ray's; where the user counts them, these are the machine's.
+            cores = len(os.sched_getaffinity(0))
+            num_cpus = cores if config.asks_cpus else num_workers + 2
+            facts = service.start_own(self._temp.ray_folder, num_cpus)
             self._progress.stage("Ray started")
         else:
             self._progress.state(f"joining Ray at {ray_address}")
-            with _Watchdog(config.start_timeout_s, f"joining Ray at {ray_address}"):
+            bound_s = min(JOIN_TIMEOUT_S, config.start_timeout_s)
+            with _Watchdog(bound_s, f"joining Ray at {ray_address}"):
                 facts = service.join(ray_address)
-            self._progress.stage(f"joined Ray at {ray_address}, nodes: {facts.num_nodes}")
+            self._progress.stage(f"joined Ray at {ray_address}, nodes: {len(facts.nodes)}")
         self._stop.install()
         self._check_stop()
         try:
-            placement = place(config, facts)
+            placements = place(config, facts)
         except ValueError as error:
             raise ServiceError(str(error)) from error
         # Nodes have files of their own: there a hub id, or demo, is looked up again, by each.
-        everywhere = facts.num_nodes == 1 or Path(config.model).exists()
+        everywhere = len(facts.nodes) == 1 or Path(config.model).exists()
         service.launch(
             WorkerPlan(
                 model=str(model_path) if everywhere else config.model,
                 engines={"prefill": config.engine, "decode": config.decode_engine()},
-                placement=placement,
-                spread=facts.num_nodes > 1,
+                placements=placements,
+                spread=len(facts.nodes) > 1,
+                nodes_may_come=facts.joined and service.nodes_may_come(),
             ),
             RouterPlan(
                 options=config.router,
@@ -203,6 +211,16 @@ class Owner:
             bring_token(address)
         return address
 
+    def _check_own(self) -> None:
+        """What a Ray of our own, on this machine, is known not to have before it is started."""
+        config = self._config
+        try:
+            check_own(config)
+        except ValueError as error:
+            raise ServiceError(str(error)) from error
+        if config.worker_host != "auto":
+            check_port(config.worker_host, 0, option="--worker-host")
+
     def _wait_until_ready(self, service: RayService) -> str:
         timeout_s = self._config.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
@@ -268,30 +286,31 @@ class _Watchdog:
         os._exit(1)
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, option: str = "--host") -> None:
     """Raises ServiceError where nobody can listen there. Port 0 means any free one."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ServiceError(f"--host {host}: {error.strerror}") from error
+        raise ServiceError(f"{option} {host}: {error.strerror}") from error
     with socket.socket(family, kind, proto) as probe:
         # As servers do it: connections that linger do not count, listeners do.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
-            raise ServiceError(_port_problem(host, port, error)) from error
+            raise ServiceError(_port_problem(host, port, option, error)) from error
 
 
-def _port_problem(host: str, port: int, error: OSError) -> str:
+def _port_problem(host: str, port: int, option: str, error: OSError) -> str:
     if error.errno == 98:  # EADDRINUSE
         return (
             f"port {port} on {host} is in use; choose another with --port, or end the service "
             f"there with `legato stop --port {port}`"
         )
-    return f"cannot listen on {host}:{port}: {error.strerror}"
+    at = f"{host}:{port}" if port else host
+    return f"{option}: cannot listen on {at}: {error.strerror}"
 
 
 def dial_address(address: str) -> str:

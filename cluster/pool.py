@@ -80,6 +80,7 @@ class Pool:
     target: int
     workers: dict[str, WorkerRecord] = field(default_factory=dict)
     failed_starts: int = 0  # in a row
+    blamed: list[str] = field(default_factory=list)  # the workers behind them
     last_failure_s: float = 0.0
     next_start_s: float = 0.0  # no start before this moment
     last_failure: str = ""
@@ -92,6 +93,7 @@ class Pool:
 
     def note_failed_start(
         self,
+        name: str,
         reason: str,
         now_s: float,
         options: ControllerOptions,
@@ -101,7 +103,8 @@ class Pool:
     ) -> None:
         """Counts one, and sets when the next start may be."""
         self.failed_starts += 1
-        self.last_failure = reason
+        self.blamed.append(name)
+        self.last_failure = f"{name}: {reason}"
         self.last_failure_s = now_s
         self.failure_is_permanent = permanent
         wait_s = min(options.backoff_s * 2.0 ** min(self.failed_starts - 1, 32), options.pause_s)
@@ -112,9 +115,19 @@ class Pool:
     def note_success(self) -> None:
         """Forgets failures."""
         self.failed_starts = 0
+        self.blamed.clear()
         self.last_failure = ""
         self.failure_is_permanent = False
         self.next_start_s = 0.0
+
+    def pardon(self, name: str) -> None:
+        """Takes back a failed start that was not the worker's fault; the next may be at once."""
+        if name in self.blamed:
+            self.blamed.remove(name)
+            self.failed_starts -= 1
+            self.next_start_s = 0.0
+            if not self.failed_starts:
+                self.note_success()
 
     def forgive(self, now_s: float, options: ControllerOptions) -> None:
         """Forgets failures once a worker that came after the last of them has lived on."""

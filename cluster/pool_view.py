@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
 
-PROTOCOL_VERSION = 3  # of worker.proto and kv_transfer.proto; workers say theirs
+PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 # So many different requests in a row failed on a worker that still reports: it is broken.
@@ -122,6 +122,7 @@ class PoolView:
         for worker_id, endpoint in wanted.items():
             if worker_id in self._views:
                 self._views[worker_id].endpoint = endpoint
+                self._views[worker_id].note_departure()
             else:
                 view = self._views[worker_id] = WorkerView(endpoint)
                 self._watches[worker_id] = asyncio.create_task(self._watch(view))
@@ -161,6 +162,11 @@ class PoolView:
                 decode_block_size=decode.identity.kv_layout.block_size,
             )
         return self._limits
+
+    @property
+    def model_fingerprint(self) -> str:
+        """The same of all workers; empty before the first told it."""
+        return next((i.model_fingerprint for i in self.references.values()), "")
 
     def largest_prefill_kv_tokens(self) -> int:
         """Of the largest prefill worker that takes work; where none does, as last known."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster import blame
 from legato.cluster.answer_life import enter
+from legato.cluster.arrival import stay
 from legato.cluster.attempt import Attempt
 from legato.cluster.errors import unavailable
 from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
@@ -24,7 +25,6 @@ from legato.cluster.worker_calls import (
     RefusedError,
     WorkerFailedError,
 )
-from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from legato.cluster.admission import Admission, Placement
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife
+    from legato.cluster.departure import Arrival
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
@@ -46,7 +47,7 @@ class RequestLife:
     """What all answers to one prompt have in common."""
 
     spec: RequestSpec
-    answers: Sequence[AnswerLife]
+    answers: Sequence[AnswerLife]  # those that are to be served
     admission: Admission
     pool: PoolView
     costs: PrefillCostBook
@@ -55,9 +56,10 @@ class RequestLife:
     seconds_left: Callable[[], float]
     on_end: Callable[[], None]  # nothing is held on any worker; the last finish comes next
     tries: int = 0  # numbers each try for the workers, refused ones included
-    moves: int = 0
+    moves: int = 0  # of its answers, to other workers after a loss
+    kv_moves: int = 0  # and those with their KV, from workers that drained
     has_begun: bool = False  # a worker has taken it on
-    num_open: int = field(init=False)  # answers that have not finished
+    num_open: int = field(init=False)  # answers that have not finished, as the client has it
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,11 @@ class RequestLife:
     def go_on_alone(self, answer: AnswerLife) -> None:
         """The answer leaves those that it was served with; they are not disturbed."""
         self.tasks.create_task(serve(self, [answer]))
+
+    def go_on_there(self, answer: AnswerLife, arrival: Arrival) -> None:
+        """The answer leaves those that it was served with: its KV is at another worker."""
+        task = self.tasks.create_task(_serve_there(self, answer, arrival))
+        task.add_done_callback(lambda _: arrival.close())  # also of a task that never ran
 
     def note_end(
         self,
@@ -101,9 +108,12 @@ class RequestLife:
         else:
             self._note_worker(error, answers)
         for answer in answers:
-            # One loss counts once, also where it was met first as KV that did not get there.
+            # One loss counts once, also where it was met first as KV that did not arrive. The end
+            # of a drain is no failure.
             failed = isinstance(error, PathFailedError) or (
-                isinstance(error, WorkerFailedError) and not answer.was_out_of_reach(error.view)
+                isinstance(error, WorkerFailedError)
+                and not error.view.departing.is_set()
+                and not answer.was_out_of_reach(error.view)
             )
             answer.failures += failed
             answer.refusals += isinstance(error, RefusedError)
@@ -200,9 +210,20 @@ async def live(life: RequestLife) -> None:
     """
     try:
         async with life.tasks:
-            await serve(life, life.answers)
+            is_new = not any(answer.answer.token_ids for answer in life.answers)
+            if is_new and len(life.answers) == life.spec.num_answers:
+                await serve(life, life.answers)
+            else:  # of a resumed stream: only the prompt is common to them
+                for answer in life.answers:
+                    life.go_on_alone(answer)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _serve_there(life: RequestLife, answer: AnswerLife, arrival: Arrival) -> None:
+    group = {0: answer}
+    await stay(life, group, arrival)
+    await serve(life, tuple(group.values()))
 
 
 async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
@@ -214,9 +235,9 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
     """
     while answers:
         first = answers[0]
-        if first.answer.num_left == 0:  # only the word that this was the end is lost
+        if first.answer.end is not None:  # only the word that this was the end is lost
             first.enter(Phase.DELIVERY)
-            await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
+            await life.deliver(first, *first.take([], first.answer.end))
             return
         enter(answers, Phase.QUEUE)
         prefill_kv_tokens = life.pool.largest_prefill_kv_tokens()

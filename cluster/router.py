@@ -17,6 +17,7 @@ from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
+from legato.cluster.in_flight import InFlight, superseded
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.request import parse_request
@@ -24,6 +25,7 @@ from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
+from legato.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from legato.cluster.answer_life import Send
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
+    from legato.cluster.in_flight import Ownership
     from legato.cluster.request import ModelLimits, RequestSpec
     from legato.cluster.text.model_text import ModelText
-    from legato.protos import generation_pb2
 
 # Tokenising a long text takes long: it must hold up neither the event loop nor a short one.
 NUM_PARSE_THREADS = 4
@@ -53,6 +55,7 @@ class Counters:
     cancelled: int = 0
     refused: int = 0
     moved: int = 0
+    moved_with_kv: int = 0  # answers, from workers that drained
 
     def count_error(self, error: RequestError) -> None:
         """Refused: the client's fault or a full house. Failed: ours."""
@@ -64,8 +67,26 @@ class Counters:
             grpc.StatusCode.FAILED_PRECONDITION,
         ):
             self.refused += 1
+        elif error.code is grpc.StatusCode.ABORTED:  # the client went on with a newer call
+            self.cancelled += 1
         else:
             self.failed += 1
+
+
+class _InTurn:
+    """Hands messages to gRPC, which takes one of a call at a time; the first one has the start."""
+
+    def __init__(self, start: generation_pb2.StreamStart, send: Send) -> None:
+        self._start: generation_pb2.StreamStart | None = start
+        self._send = send
+        self._sending = asyncio.Lock()
+
+    async def __call__(self, response: generation_pb2.GenerateResponse) -> None:
+        async with self._sending:
+            if self._start is not None:
+                response.start.CopyFrom(self._start)
+                self._start = None
+            await self._send(response)
 
 
 class Router:
@@ -112,7 +133,7 @@ class Router:
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
         self._num_parsing = 0
-        self._in_flight: dict[str, RequestLife] = {}
+        self._in_flight = InFlight()
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -193,6 +214,7 @@ class Router:
                         send,
                         clocks,
                         time.monotonic() + limit_s,
+                        bound,
                         given=time_left_s is not None,
                     )
                 finally:
@@ -221,38 +243,56 @@ class Router:
         send: Send,
         clocks: list[PhaseClock],
         deadline: float,
+        bound: asyncio.Timeout,
         *,
         given: bool,
     ) -> None:
-        spec = await self._admit(request)
-        if spec.request_id in self._in_flight:
-            raise RequestError(
-                grpc.StatusCode.ALREADY_EXISTS,
-                f"request_id {spec.request_id!r} is in flight; ids may be used again afterwards",
+        spec, answers = await self._admit(request)
+        fingerprint = self.pool.model_fingerprint
+        if spec.resumed is not None:
+            spec.resumed.check_model(fingerprint)
+        owner = await self._in_flight.take(spec, bound)
+        try:
+            clocks += [clocks[0].copy() for _ in spec.open_answers[1:]]
+            start = generation_pb2.StreamStart(
+                seed=spec.sampling.seed, max_tokens=spec.max_tokens, model_fingerprint=fingerprint
             )
-        clocks += [clocks[0].copy() for _ in range(1, spec.num_answers)]
-        sending = asyncio.Lock()
+            await self._live(
+                spec, answers, _InTurn(start, send), clocks, deadline, owner, given=given
+            )
+        except asyncio.CancelledError:
+            if owner.superseded and bound.expired():
+                raise superseded(spec.request_id) from None
+            raise
+        finally:
+            owner.release()
 
-        async def send_in_turn(response: generation_pb2.GenerateResponse) -> None:
-            async with sending:  # gRPC takes one message of a call at a time
-                await send(response)
-
-        entries = self.admission.enter(spec.num_answers, deadline if given else None)
-        min_tokens = spec.sampling.min_tokens
+    async def _live(
+        self,
+        spec: RequestSpec,
+        answers: Sequence[Answer],
+        send: Send,
+        clocks: Sequence[PhaseClock],
+        deadline: float,
+        owner: Ownership,
+        *,
+        given: bool,
+    ) -> None:
+        entries = self.admission.enter(len(spec.open_answers), deadline if given else None)
         life = RequestLife(
             spec=spec,
             answers=[
                 AnswerLife(
                     spec=spec,
                     index=index,
-                    answer=Answer(spec, self._new_answer(self.text, spec.stop, min_tokens)),
+                    answer=answers[index],
                     entry=entry,
                     clock=clock,
-                    send=send_in_turn,
+                    send=send,
                     token_text=self.text.token_text,
                     log=self._log,
                 )
-                for index, (entry, clock) in enumerate(zip(entries, clocks, strict=True))
+                for index, entry, clock in zip(spec.open_answers, entries, clocks, strict=True)
             ],
             admission=self.admission,
             pool=self.pool,
@@ -260,9 +300,8 @@ class Router:
             local_prefill_tokens=self.options.local_prefill_tokens,
             max_attempts=self.options.max_attempts,
             seconds_left=lambda: max(0.001, deadline - time.monotonic()),
-            on_end=lambda: self._forget(life),
+            on_end=owner.release,
         )
-        self._in_flight[spec.request_id] = life
         self._log.note(
             "received",
             request=spec.request_id,
@@ -274,21 +313,19 @@ class Router:
             await live(life)
         except (asyncio.CancelledError, ClientGoneError):
             outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
+            outcome = "superseded" if owner.superseded else outcome
             raise
         except Exception as error:
             outcome, reason = "failed", str(error) or repr(error)
             raise
         finally:
             self._log.note("ended", request=spec.request_id, outcome=outcome, reason=reason)
-            self._forget(life)
             self.counters.moved += life.moves
+            self.counters.moved_with_kv += life.kv_moves
 
-    def _forget(self, life: RequestLife) -> None:
-        """The id may be used again: by then it may be another's."""
-        if self._in_flight.get(life.spec.request_id) is life:
-            del self._in_flight[life.spec.request_id]
-
-    async def _admit(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
+    async def _admit(
+        self, request: generation_pb2.GenerateRequest
+    ) -> tuple[RequestSpec, list[Answer]]:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
         if self._draining:
             raise unavailable("the service is shutting down")
@@ -299,10 +336,25 @@ class Router:
         if self._num_parsing > limit:
             raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")
         self._num_parsing += 1  # until the thread is done, even if the client goes away
-        parsing = self._parsers.submit(self._parse, request, self.text, limits)
+        parsing = self._parsers.submit(self._read, request, limits)
         loop = asyncio.get_running_loop()
         parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(self._parsed))
         return await asyncio.wrap_future(parsing)
+
+    def _read(
+        self, request: generation_pb2.GenerateRequest, limits: ModelLimits
+    ) -> tuple[RequestSpec, list[Answer]]:
+        spec = self._parse(request, self.text, limits)
+        min_tokens = spec.sampling.min_tokens
+        answers = [
+            Answer(spec, self._new_answer(self.text, spec.stop, min_tokens))
+            for _ in range(spec.num_answers)
+        ]
+        if spec.resumed is not None:
+            for index in spec.open_answers:
+                received = spec.resumed.answers[index]
+                answers[index].resume(received, f"resume.answers[{index}]")
+        return spec, answers
 
     def _parsed(self) -> None:
         self._num_parsing -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+# Answers that leave a worker at once: more would only share the way out, and each stands still
+# meanwhile.
+MOST_LEAVING = 4
 DOUBT_S = 1.0  # after a refusal for want of room
 
 
@@ -126,6 +130,10 @@ class WorkerView:
         self.calls: set[Cancellable] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
         self.failed_requests: set[str] = set()
+        self.departing = asyncio.Event()  # it drains: its answers may leave
+        self.leaving = asyncio.Semaphore(MOST_LEAVING)
+        self.move_s: float | None = None  # that the last of them stood still
+        self.note_departure()
 
     @property
     def worker_id(self) -> str:
@@ -140,6 +148,11 @@ class WorkerView:
             and not self.endpoint.draining
             and self.phase == common_pb2.WORKER_PHASE_READY
         )
+
+    def note_departure(self) -> None:
+        """To be called where its endpoint or its phase is another. There is no way back."""
+        if self.endpoint.draining or self.phase == common_pb2.WORKER_PHASE_DRAINING:
+            self.departing.set()
 
     @property
     def capacity_tokens(self) -> int:
@@ -174,6 +187,7 @@ class WorkerView:
         """Takes a load report; True where the state or the phase changed by it."""
         before = (self.state, self.phase)
         self.phase, self.load = report.phase, report.load
+        self.note_departure()
         self.last_report_at = now
         self.full = False
         for share in self.granted:

@@ -161,6 +161,7 @@ class RouterStatus(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
+    MOVED_WITH_KV_FIELD_NUMBER: _builtins.int
     queued: _builtins.int
     in_flight: _builtins.int
     completed: _builtins.int
@@ -169,6 +170,8 @@ class RouterStatus(_message.Message):
     refused: _builtins.int
     moved: _builtins.int
     """Requests moved to other workers after a loss."""
+    moved_with_kv: _builtins.int
+    """Answers that moved to another decode worker with their KV, because their own one drained."""
     def __init__(
         self,
         *,
@@ -179,10 +182,11 @@ class RouterStatus(_message.Message):
         cancelled: _builtins.int = ...,
         refused: _builtins.int = ...,
         moved: _builtins.int = ...,
+        moved_with_kv: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "in_flight", b"in_flight", "moved", b"moved", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "in_flight", b"in_flight", "moved", b"moved", "moved_with_kv", b"moved_with_kv", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,7 +35,7 @@ class ClusterStub:
     """Pools, workers and the router's queue, as they are now."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScalePoolRequest, _cluster_pb2.ScalePoolResponse]
     """Sets the target size of the pools named and returns at once; the controller reconciles.
-    Scale-in drains: no new work, running streams finish, then the worker goes.
+    Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
     Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
@@ -50,7 +50,7 @@ class ClusterAsyncStub(ClusterStub):
     """Pools, workers and the router's queue, as they are now."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScalePoolRequest, _cluster_pb2.ScalePoolResponse]  # type: ignore[assignment]
     """Sets the target size of the pools named and returns at once; the controller reconciles.
-    Scale-in drains: no new work, running streams finish, then the worker goes.
+    Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
     Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ScalePoolResponse, _abc.Awaitable[_cluster_pb2.ScalePoolResponse]]:
         """Sets the target size of the pools named and returns at once; the controller reconciles.
-        Scale-in drains: no new work, running streams finish, then the worker goes.
+        Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
         Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
         """
 

@@ -76,7 +76,7 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
 
 
 async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
-    from legato.worker.server import StartError, WorkerServer  # imports torch: see main
+    from legato.worker.server import WorkerServer  # imports torch: see main
     from legato.worker.spare_memory import keep_objects
 
     stop = asyncio.Event()
@@ -100,7 +100,7 @@ async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
         )  # asked to end while loading: nothing is served, and loading cannot be cancelled
     try:
         address = await start
-    except (ValueError, OSError, StartError) as error:
+    except (ValueError, OSError) as error:
         return _cannot_start(error)
     keep_objects()
     ready = {

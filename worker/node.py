@@ -185,6 +185,7 @@ class WorkerNode:
                 self.lifecycle,
                 self.engine,
                 self.tickets,
+                self.sender,
                 prefix_cache=self.prefix_cache,
             ),
             server,

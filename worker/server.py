@@ -47,7 +47,7 @@ _SERVICES = (
 )
 
 
-class StartError(Exception):
+class StartError(OSError):
     """The worker cannot listen where it was told to."""
 
 

@@ -39,15 +39,11 @@ class ControllerActor:
     async def run(self, router: Any) -> None:  # noqa: ANN401  # an actor handle has no static type
         """Reconciles until the actor ends. If it ever fails, the service ends."""
         publisher = asyncio.create_task(self._publish(router))
-        shortage_s = time.monotonic() + 1
-        while not publisher.done():
-            now_s = time.monotonic()
-            self._controller.step(now_s)
-            if now_s >= shortage_s:
-                await self._launcher.look_for_shortage()
-                shortage_s = time.monotonic() + 1
+        nodes = asyncio.create_task(self._launcher.watch_nodes())
+        while not publisher.done() and not nodes.done():
+            self._controller.step(time.monotonic())
             await asyncio.sleep(STEP_PERIOD_S)
-        publisher.result()
+        (publisher if publisher.done() else nodes).result()
 
     async def pools(self) -> list[bytes]:
         """Of both pools, as messages: their wire form is stable, their Python form is not."""
@@ -73,8 +69,8 @@ class ControllerActor:
         return self._drain_timeout_s
 
     async def hopeless(self) -> str:
-        """See Controller.hopeless."""
-        return self._controller.hopeless()
+        """See Controller.hopeless; or why no node can hold a worker that has no place yet."""
+        return self._controller.hopeless() or self._launcher.hopeless()
 
     async def stop_workers(self, grace_s: float) -> None:
         """Ends every worker and starts no other."""

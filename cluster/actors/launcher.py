@@ -10,8 +10,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from legato.cluster.actors.calls import first_sentence, result_of
+from legato.cluster.actors.cluster_nodes import ClusterNodes
 from legato.cluster.actors.worker_actor import WorkerActor
 from legato.cluster.actors.worker_process import make_sure_it_ended
+from legato.cluster.node_fit import never_fits, waits_for
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 LOADING_POLL_S = 0.5  # between two looks at how far a starting worker is
 STOP_GRACE_S = 2.0
+NODE_LOOKS_S = (0.0, 0.5, 1.5)  # pauses: a node may go a moment after its workers
+SUSPECT_S = 30.0  # longer than Ray takes to notice that a node is gone
+HOPELESS_AFTER_S = 15.0  # a node may just be joining
+NODE_ID_LABEL = "ray.io/node-id"
 
 
 class RayLauncher:
@@ -31,27 +37,19 @@ class RayLauncher:
     def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan
         self.controller: Controller  # set by the actor that builds both
+        self._nodes = ClusterNodes()
+        self._suspects: dict[str, float] = {}  # nodes where a worker died, and when
+        self._roles: dict[str, Role] = {}  # of all that were started and not killed
         self._handles: dict[str, Any] = {}
         self._processes: dict[str, WorkerProcess] = {}
         self._ended: set[str] = set()  # Ray has told that the process is gone
         self._loading: dict[str, str] = {}  # how far a starting worker is, in words
         self._tasks: set[asyncio.Task[None]] = set()
-        self.shortage = ""  # what the cluster lacks, in words
+        self._hopes_until_s = time.monotonic() + HOPELESS_AFTER_S
 
     def start(self, name: str, role: Role) -> None:
         """See Launcher."""
-        place = self._plan.placement
-        self._handles[name] = (
-            ray.remote(WorkerActor)
-            .options(
-                num_cpus=place.cpus,
-                num_gpus=place.gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy="SPREAD" if self._plan.spread else "DEFAULT",
-            )
-            .remote()
-        )
+        self._roles[name] = role
         self._spawn(self._live(name, role))
 
     def drain(self, name: str, timeout_s: float) -> None:
@@ -60,41 +58,54 @@ class RayLauncher:
 
     def kill(self, name: str) -> None:
         """See Launcher."""
+        self._roles.pop(name, None)
         handle = self._handles.pop(name, None)
         if handle is None:
-            return  # `stop_all` came first
+            return  # `stop_all` came first, or there is no process yet
         ray.kill(handle, no_restart=True)
         process = self._processes.pop(name, None)
-        if name in self._ended:
-            self._ended.discard(name)
-        elif process is not None:
-            self._spawn(make_sure_it_ended(process))
+        ended = name in self._ended
+        self._ended.discard(name)
+        if process is not None:
+            self._suspects[process.node_id] = time.monotonic()
+            self._spawn(self._after(name, process, ended=ended))
 
     def waiting_for(self, name: str) -> str:
         """See Launcher."""
         if name in self._processes:
             return self._loading.get(name, "")
-        return self.shortage if name in self._handles else ""
+        if name not in self._roles or not self._nodes.nodes:
+            return ""
+        role = self._roles[name]
+        return waits_for(role, self._plan.placements[role].demand, self._nodes.nodes)
 
-    async def look_for_shortage(self) -> None:
-        """Compares what a worker asks with what the cluster has; Ray itself says nothing."""
-        place = self._plan.placement
-        needs = {"CPU": place.cpus, "GPU": place.gpus}
-        total = await asyncio.to_thread(ray.cluster_resources)
-        free = await asyncio.to_thread(ray.available_resources)
-        lacks = [
-            f"waiting for {need:g} {kind}: the cluster has {total.get(kind, 0):g}, "
-            f"{free.get(kind, 0):g} of them free"
-            for kind, need in needs.items()
-            if need > free.get(kind, 0)
+    def lacks_room(self, name: str) -> bool:
+        """See Launcher."""
+        return name not in self._processes and bool(self.waiting_for(name))
+
+    async def watch_nodes(self) -> None:
+        """Keeps the view of the cluster's nodes up to date; never returns."""
+        await self._nodes.run()
+
+    def hopeless(self) -> str:
+        """Why a worker has no node, and gets none either unless somebody adds one; else empty."""
+        if self._plan.nodes_may_come or not self._nodes.nodes:
+            return ""
+        if time.monotonic() < self._hopes_until_s:
+            return ""
+        waiting = {role for name, role in self._roles.items() if name not in self._processes}
+        reasons = [
+            never_fits(role, self._plan.placements[role].demand, self._nodes.nodes)
+            for role in sorted(waiting)
         ]
-        self.shortage = "; ".join(lacks)
+        return next(filter(None, reasons), "")
 
     async def stop_all(self, grace_s: float) -> None:
         """Ends every worker, politely first."""
-        names = list(self._handles)
+        names = list(self._roles)
         stops = [
-            asyncio.ensure_future(result_of(self._handles[n].stop.remote(grace_s))) for n in names
+            asyncio.ensure_future(result_of(handle.stop.remote(grace_s)))
+            for handle in self._handles.values()
         ]
         if stops:
             # Whether one answered or not, the kill below ends it.
@@ -103,21 +114,72 @@ class RayLauncher:
             self.kill(name)
 
     async def _live(self, name: str, role: Role) -> None:
-        handle = self._handles[name]
         try:
+            handle = await self._actor(name, role)
+            if handle is None:
+                return
             self._processes[name] = await handle.placed.remote()
             started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
             await handle.watch.remote()
         except RayActorError as error:
             self._ended.add(name)
+            placed = name in self._processes
             self._dead(name, f"its process ended: {first_sentence(str(error))}")
+            if not placed and await self._lost_lately():
+                # Ray had chosen a node for it that was going down.
+                self.controller.pardon(name, time.monotonic())
         except RayTaskError as error:
             # Wrong models and settings stay wrong; anything else may go better next time.
             permanent = isinstance(error.cause, (ValueError, OSError))
             self._dead(name, str(error.cause) or repr(error.cause), permanent=permanent)
         except RayError as error:
             self._dead(name, first_sentence(str(error)))
+        except ValueError as error:  # Ray takes no such resources
+            self._dead(name, str(error), permanent=True)
+
+    async def _actor(self, name: str, role: Role) -> Any:  # noqa: ANN401  # an actor handle has no static type
+        """The worker's actor, which Ray finds a place for; None where nobody wants it any more."""
+        await self._lost_lately()
+        if name not in self._roles:
+            return None
+        demand = self._plan.placements[role].demand
+        labels = dict(demand.labels)
+        if self._nodes.lost:
+            # Ray would put it on a node of which it has not noticed yet that it is gone.
+            labels.setdefault(NODE_ID_LABEL, f"!in({','.join(sorted(self._nodes.lost))})")
+        handle = (
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=demand.cpus,
+                num_gpus=demand.gpus,
+                memory=demand.memory_bytes,
+                resources=dict(demand.custom),
+                label_selector=labels,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy="SPREAD" if self._plan.spread else "DEFAULT",
+            )
+            .remote()
+        )
+        self._handles[name] = handle
+        return handle
+
+    async def _lost_lately(self) -> frozenset[str]:
+        """Nodes that are gone, of those where a worker died a short while ago."""
+        recent_s = time.monotonic() - SUSPECT_S
+        self._suspects = {node: at_s for node, at_s in self._suspects.items() if at_s > recent_s}
+        return await self._nodes.look_at(list(self._suspects))
+
+    async def _after(self, name: str, process: WorkerProcess, *, ended: bool) -> None:
+        """Sees whether a worker's whole node was lost, and that its process is no more."""
+        for pause_s in NODE_LOOKS_S:
+            await asyncio.sleep(pause_s)
+            if await self._nodes.look_at([process.node_id]):
+                self.controller.pardon(name, time.monotonic())
+                return
+        if not ended:
+            await make_sure_it_ended(process)
 
     async def _started(self, name: str, handle: Any, role: Role) -> StartedWorker:  # noqa: ANN401  # an actor handle has no static type
         start = asyncio.ensure_future(result_of(handle.start.remote(role, self._plan)))

@@ -19,8 +19,9 @@ class WorkerPlan:
 
     model: str
     engines: Mapping[Role, EngineOptions]
-    placement: WorkerPlacement
+    placements: Mapping[Role, WorkerPlacement]
     spread: bool  # over the nodes of a joined cluster
+    nodes_may_come: bool = False  # from an autoscaler of Ray's
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-from ray.exceptions import RayTaskError
+from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from legato.cluster.actors.calls import CALL_TIMEOUT_S, outcome
+from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
 from legato.cluster.actors.controller_actor import ControllerActor
 from legato.cluster.actors.launcher import STOP_GRACE_S
 from legato.cluster.actors.router_actor import RouterActor
+from legato.cluster.errors import ServiceError
 from legato.cluster.placement import ClusterFacts
+from legato.cluster.ray_address import probe_ray
 from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
@@ -39,12 +43,12 @@ class RayService:
         self._head: psutil.Process | None = None  # of our own Ray
         self._lifelines: dict[Any, str] = {}  # calls that end only where something is wrong
 
-    def start_own(self, temp_dir: Path, num_actors: int) -> ClusterFacts:
+    def start_own(self, temp_dir: Path, num_cpus: int) -> ClusterFacts:
         """Starts a Ray for this service alone; it ends with this process, however that ends."""
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
         ray.init(
             address="local",
-            num_cpus=num_actors,  # our actors ask for none; it is how many processes Ray readies
+            num_cpus=num_cpus,  # how many processes Ray readies, too
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             configure_logging=False,
@@ -57,8 +61,23 @@ class RayService:
         return self._facts(joined=False)
 
     def join(self, address: str) -> ClusterFacts:
-        """Joins the cluster at host:port, which `probe_ray` has found alive."""
-        ray.init(address=address, configure_logging=False, log_to_driver=False)
+        """Joins the cluster at host:port, which `probe_ray` has found alive.
+
+        Raises:
+            ServiceError: Ray would not find it, or refuses, such as for another version.
+        """
+        # Ray puts this machine's own address in the place of loopback, and would wait for minutes.
+        dialled = canonicalize_bootstrap_address(address) or address
+        if dialled != address:
+            try:
+                probe_ray(dialled)
+            except ServiceError as error:
+                raise ServiceError(f"Ray takes {address} for {dialled}: {error}") from error
+        try:
+            ray.init(address=address, configure_logging=False, log_to_driver=False)
+        except (RayError, RuntimeError, OSError, ValueError) as error:
+            told = " ".join(str(error).split())[:400]
+            raise ServiceError(f"joining Ray at {address} failed: {told}") from error
         return self._facts(joined=True)
 
     def launch(
@@ -143,15 +162,13 @@ class RayService:
                 ray.kill(actor, no_restart=True)
         ray.shutdown()
 
+    def nodes_may_come(self) -> bool:
+        """Whether an autoscaler may add nodes to the cluster."""
+        return may_grow()
+
     def _facts(self, *, joined: bool) -> ClusterFacts:
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
-        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
-        return ClusterFacts(
-            joined=joined,
-            num_nodes=len([node for node in nodes if node["Alive"]]),
-            num_gpus=resources.get("GPU", 0.0),
-            num_cores=len(os.sched_getaffinity(0)),
-        )
+        cores = len(os.sched_getaffinity(0))
+        return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)
 
 
 def _lives(process: psutil.Process) -> bool:

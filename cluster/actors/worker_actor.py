@@ -25,7 +25,7 @@ def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
     """What one worker is told, on the machine where it runs."""
     from legato.worker.config import WorkerConfig
 
-    engine, place = plan.engines[role], plan.placement
+    engine, place = plan.engines[role], plan.placements[role]
     fraction = engine.kv_memory_fraction
     return WorkerConfig(
         model=plan.model,

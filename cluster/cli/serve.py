@@ -16,12 +16,14 @@ from legato.cluster.cli.pool_options import check_pools
 from legato.cluster.cli.progress import TerminalProgress
 from legato.cluster.config import KV_WIRES, WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
+from legato.cluster.resource_demand import NO_DEMAND, parse_demand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from legato.cluster.config import Admission, KvLane
     from legato.cluster.owner import Owner
+    from legato.cluster.resource_demand import ResourceDemand
 
 
 def serve(
@@ -163,6 +165,22 @@ def serve(
     worker_gpus: Annotated[
         float | None, typer.Option(min=0, help="Ray GPUs of a worker. Default: 1 on cuda.")
     ] = None,
+    prefill_resources: Annotated[
+        str | None,
+        typer.Option(
+            help="What a prefill worker asks of its node: CPU=4,GPU=1,memory=16GB, custom "
+            "resources as fast_gpu=1, and node labels as label:zone=a. CPU and GPU here go before "
+            "--worker-cpus and --worker-gpus; GPU=0 is the CPU.",
+            show_default=False,
+        ),
+    ] = None,
+    decode_resources: Annotated[
+        str | None,
+        typer.Option(
+            help="The same of a decode worker, so that the pools may have machines of their own.",
+            show_default=False,
+        ),
+    ] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until every worker must be ready.")
     ] = 120.0,
@@ -186,9 +204,13 @@ def serve(
         legato serve --model ./my-model --prefill 1 --decode 2 --kv-memory 4GiB
 
         legato serve --model org/name --ray-address auto --device cuda
+
+        legato serve --model org/name --ray-address auto --decode-resources GPU=0,CPU=16
     """
     if kv_lane not in ("auto", "grpc"):
         raise typer.BadParameter(f"must be auto or grpc, got {kv_lane!r}", param_hint="--kv-lane")
+    if not worker_host.strip():
+        raise typer.BadParameter("must be auto or an address", param_hint="--worker-host")
     if kv_wire not in KV_WIRES:
         raise typer.BadParameter(
             f"must be one of {', '.join(KV_WIRES)}, got {kv_wire!r}", param_hint="--kv-wire"
@@ -225,6 +247,8 @@ def serve(
         worker_host=worker_host,
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
+        prefill_resources=_demand(prefill_resources, "--prefill-resources"),
+        decode_resources=_demand(decode_resources, "--decode-resources"),
         start_timeout_s=start_timeout,
         restart=restart,
         engine=EngineOptions(
@@ -257,6 +281,13 @@ def serve(
         ),
     )
     sys.exit(run_service(config, _stay))
+
+
+def _demand(text: str | None, option: str) -> ResourceDemand:
+    try:
+        return NO_DEMAND if text is None else parse_demand(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def run_service(

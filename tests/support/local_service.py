@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -152,15 +152,7 @@ class LocalService:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        self.router = Router(
-            self.options,
-            text,
-            self.control,
-            model_name=self.model.name,
-            version="test",
-            owner_pid=os.getpid(),
-            owner_host=socket.gethostname(),
-        )
+        self.router = self._new_router(text)
         self.address = await self.router.start()
         await self.publish()
         self.channel = grpc.aio.insecure_channel(self.address, options=NO_PROXY)
@@ -170,18 +162,44 @@ class LocalService:
             while not (await self.status()).ready:  # noqa: ASYNC110  # the state is remote
                 await asyncio.sleep(0.05)
 
+    def _new_router(self, text: ModelText) -> Router:
+        return Router(
+            self.options,
+            text,
+            self.control,
+            model_name=self.model.name,
+            version="test",
+            owner_pid=os.getpid(),
+            owner_host=socket.gethostname(),
+        )
+
+    @asynccontextmanager
+    async def another_router(self) -> AsyncIterator[tuple[Router, str]]:
+        """A second one over the same workers, ready, and its address."""
+        router = self._new_router(self.router.text)
+        address = await router.start()
+        try:
+            await router.set_workers(self.endpoints())
+            async with asyncio.timeout(30):
+                while not router.ready:  # noqa: ASYNC110  # it tells nobody here
+                    await asyncio.sleep(0.02)
+            yield router, address
+        finally:
+            await router.stop()
+
+    def endpoints(self) -> list[WorkerEndpoint]:
+        """Of the workers that live."""
+        return [
+            WorkerEndpoint(worker.worker_id, worker.role, worker.address) for worker in self.workers
+        ]
+
     async def _close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(worker.kill) for worker in self.workers))
 
     async def publish(self) -> None:
         """Tells the router which of the workers live."""
         self.control.workers = self.workers
-        await self.router.set_workers(
-            [
-                WorkerEndpoint(worker.worker_id, worker.role, worker.address)
-                for worker in self.workers
-            ]
-        )
+        await self.router.set_workers(self.endpoints())
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         return await self.cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fake_worker import SEED, FakeWorker, scripted_token
+from raw_client import RawClient
 
-from legato.cluster.client import AsyncClient
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
 from legato.cluster.request import ModelLimits, RequestSpec
+from legato.cluster.resumption import parse_resumption
 from legato.cluster.router import Router
 from legato.cluster.timings import Phase
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
 
@@ -55,7 +57,8 @@ class FakeAnswerText:
             for stop in self._stop:
                 if self._held.endswith(stop):
                     self.stop = stop
-                    return FakeDelta(out + self._held[: -len(stop)], count, stop)
+                    out, self._held = out + self._held[: -len(stop)], ""
+                    return FakeDelta(out, count, stop)
             while self._held and not any(s.startswith(self._held) for s in self._stop):
                 out, self._held = out + self._held[0], self._held[1:]
         return FakeDelta(out, len(token_ids), None)
@@ -71,8 +74,10 @@ def fake_parse(
     limits: ModelLimits,
 ) -> RequestSpec:
     prompt = tuple(request.token_ids.ids) or tuple(request.text.encode())
+    num_answers = request.n or 1
+    resumed = parse_resumption(request, num_answers, limits.vocab_size)
     sampling = common_pb2.SamplingParams()
-    sampling.CopyFrom(request.sampling)
+    sampling.CopyFrom(request.sampling if resumed is None else resumed.settle(request.sampling))
     if len(prompt) + sampling.max_tokens - 1 > limits.decode_kv_tokens and sampling.max_tokens > 1:
         raise invalid("prompt + max_tokens - 1 is more than the largest decode worker holds")
     return RequestSpec(
@@ -83,7 +88,8 @@ def fake_parse(
         eos_token_ids=text.eos_token_ids,
         cache_salt=request.cache_salt,
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
-        num_answers=request.n or 1,
+        num_answers=num_answers,
+        resumed=resumed,
     )
 
 
@@ -112,6 +118,34 @@ class FakeControl:
         self.lost.append((worker_id, reason))
 
 
+def fake_router(options: RouterOptions, control: FakeControl) -> Router:
+    """Not started."""
+    return Router(
+        options,
+        FakeText(),  # type: ignore[arg-type]  # what the router uses of it
+        control,
+        model_name="fake-model",
+        version="0",
+        owner_pid=7,
+        owner_host="here",
+        parse=fake_parse,
+        new_answer=FakeAnswerText,
+    )
+
+
+@asynccontextmanager
+async def another_router(service: Service) -> AsyncIterator[tuple[Router, str]]:
+    """A second one over the same workers, and its address."""
+    router = fake_router(service.options, service.control)
+    address = await router.start()
+    try:
+        await router.set_workers(service.endpoints)
+        await until(lambda: router.ready)
+        yield router, address
+    finally:
+        await router.stop()
+
+
 class Service:
     """Use as an async context manager; `await settle()` proves that nothing is held."""
 
@@ -132,19 +166,9 @@ class Service:
         return [*self.prefills, *self.decodes]
 
     async def __aenter__(self) -> Service:
-        self.router = Router(
-            self.options,
-            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
-            self.control,
-            model_name="fake-model",
-            version="0",
-            owner_pid=7,
-            owner_host="here",
-            parse=fake_parse,
-            new_answer=FakeAnswerText,
-        )
+        self.router = fake_router(self.options, self.control)
         self.address = await self.router.start()
-        self.client = AsyncClient(self.address)
+        self.client = RawClient(self.address)
         self.endpoints = [await worker.start() for worker in self.workers]
         await self.router.set_workers(self.endpoints)
         if self.prefills and self.decodes:

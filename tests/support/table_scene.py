@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc
 from client_stream import Stream
 from link_proxy import LinkProxy
+from raw_client import RawClient
 from router_service import FakeAnswerText, FakeControl, FakeText, fake_parse
 from table_state import (
     CONFIG,
@@ -28,7 +29,7 @@ from table_state import (
 from tcp_proxy import TcpProxy
 from worker_pair import WAIT_S, Worker, running_worker, sampling
 
-from legato.cluster.client import CHANNEL_OPTIONS, AsyncClient
+from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
@@ -133,7 +134,7 @@ class TableScene:
         address = await self.router.start()
         self._stack.push_async_callback(self.router.stop)
         await self.router.set_workers(endpoints)
-        async with AsyncClient(address) as client:
+        async with RawClient(address) as client:
             await client.wait_ready(WAIT_S)
         self.client_cable = await enter(TcpProxy(address))
         channel = grpc.aio.insecure_channel(self.client_cable.address, options=CHANNEL_OPTIONS)

@@ -21,6 +21,7 @@ from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_siz
 from legato.cluster.cli.operate import parse_targets
 from legato.cluster.cli.status_table import short_id
 from legato.cluster.cli.timing_table import timing_rows
+from legato.cluster.client import Finished, Tokens
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 from legato.cluster.owner import check_port, dial_address
@@ -71,13 +72,20 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
                 if context.add_callback(ended.set):
                     ended.wait(20)
                 return
-            delta = generation_pb2.Delta(text=word, token_ids=[index], token_offset=index)
-            yield generation_pb2.GenerateResponse(delta=delta)
-            for other in range(1, request.n):
-                delta = generation_pb2.Delta(text=f"{other}{word}", token_ids=[index])
-                yield generation_pb2.GenerateResponse(delta=delta, index=other)
+            for other in range(max(1, request.n)):
+                delta = generation_pb2.Delta(
+                    text=f"{other or ''}{word}", token_ids=[index], token_offset=index
+                )
+                start = generation_pb2.StreamStart(seed=7, max_tokens=2, model_fingerprint="f")
+                yield generation_pb2.GenerateResponse(
+                    request_id=request.request_id,
+                    start=start if index == other == 0 else None,
+                    delta=delta,
+                    index=other,
+                )
         for other in reversed(range(max(1, request.n))):
             yield generation_pb2.GenerateResponse(
+                request_id=request.request_id,
                 finish=generation_pb2.Finish(
                     finish_reason=common_pb2.FINISH_REASON_STOP,
                     usage=generation_pb2.Usage(
@@ -557,12 +565,12 @@ def test_short_id() -> None:
 
 def test_tokens_that_share_a_message_share_its_gap() -> None:
     times = iter([0.0, 1.0, 3.0, 3.0])
-    responses = [
-        generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[1])),
-        generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[2, 3], text="x")),
-        generation_pb2.GenerateResponse(finish=generation_pb2.Finish()),
+    events = [
+        Tokens(0, "", (1,), 0),
+        Tokens(0, "x", (2, 3), 1),
+        Finished(0, generation_pb2.Finish()),
     ]
-    answer = read_answer(responses, lambda _: None, clock=lambda: next(times))
+    answer = read_answer(events, lambda _: None, clock=lambda: next(times))
     assert answer.token_times_s == [1.0, 2.0, 3.0]
     assert answer.ttft_s == 1.0
     assert answer.gaps_s == [1.0, 1.0]

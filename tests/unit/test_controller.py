@@ -18,6 +18,7 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.shortage = ""
+        self.no_room: set[str] = set()
 
     def start(self, name: str, role: Role) -> None:
         self.log.append(f"start {name}")
@@ -30,6 +31,9 @@ class FakeLauncher:
 
     def waiting_for(self, name: str) -> str:
         return self.shortage
+
+    def lacks_room(self, name: str) -> bool:
+        return name in self.no_room
 
     def take(self) -> list[str]:
         log, self.log = self.log, []
@@ -158,7 +162,7 @@ def test_three_failed_starts_pause_and_say_why() -> None:
         now_s += 5.0
         world.controller.step(now_s)
     world.launcher.take()
-    assert world.controller.hopeless() == "decode-3: tensor x is missing"
+    assert world.controller.hopeless() == "decode-3: tensor x is missing; 3 starts failed in a row"
     status = world.controller.pools(now_s)[1]
     assert "0 of 1 ready" in status.message
     assert "3 in a row, next try in 25 s: decode-3: tensor x is missing" in status.message
@@ -254,11 +258,50 @@ def test_a_drain_and_a_start_have_their_bounds() -> None:
     assert world.launcher.take() == []
     world.controller.step(2.0 + bound_s + 0.1)
     assert world.launcher.take() == ["kill decode-1"]
-    world.launcher.shortage = "waiting for 1 GPU: the cluster has 0"
+    world.launcher.shortage = "weights 50 %"
     world.controller.step(OPTIONS.start_timeout_s + 0.1)
     assert world.launcher.take() == ["kill prefill-1"]
     message = world.controller.pools(OPTIONS.start_timeout_s + 0.1)[0].message
-    assert "prefill-1: not ready 120 s after its start: waiting for 1 GPU" in message
+    assert "prefill-1: not ready 120 s after its start: weights 50 %" in message
+
+
+def test_a_worker_without_room_waits_without_end_and_its_start_counts_from_its_place() -> None:
+    world = World()
+    world.ready("prefill-1")
+    world.launcher.take()
+    world.launcher.no_room, world.launcher.shortage = {"decode-1"}, "waiting for room: …"
+    for now_s in range(2, 1000):
+        world.controller.step(float(now_s))
+    assert world.launcher.take() == []
+    assert world.controller.hopeless() == ""
+    assert "0 of 1 ready; 1 starting; waiting for room" in world.controller.pools(999.0)[1].message
+    world.launcher.no_room, world.launcher.shortage = set(), ""
+    world.controller.step(999.0 + OPTIONS.start_timeout_s)
+    assert world.launcher.take() == []
+    world.controller.step(999.1 + OPTIONS.start_timeout_s)
+    assert world.launcher.take() == ["kill decode-1"]
+
+
+def test_workers_of_a_lost_node_are_no_failed_starts() -> None:
+    world = World(decode=3)
+    names = ("decode-1", "decode-2", "decode-3")
+    world.ready("prefill-1", *names)
+    world.launcher.take()
+    for name in names:  # sooner than a worker may die
+        world.controller.report_lost(f"id-{name}", "its stream broke", 2.0)
+    assert world.controller.hopeless().startswith("decode-3: its stream broke; 3 starts")
+    assert world.launcher.take() == [f"kill {name}" for name in names]
+    world.controller.pardon("decode-1", 2.1)
+    # One at a time while others are held against the pool, and all of them once none is.
+    assert world.launcher.take() == ["start decode-4"]
+    world.controller.pardon("decode-2", 2.1)
+    world.controller.pardon("decode-3", 2.1)
+    assert world.launcher.take() == ["start decode-5", "start decode-6"]
+    assert world.controller.hopeless() == ""
+    assert "failed" not in world.controller.pools(2.1)[1].message
+    world.controller.pardon("decode-3", 2.2)  # once only
+    world.controller.on_dead("decode-4", "oops", 2.3)
+    assert "last, " in world.controller.pools(2.3)[1].message
 
 
 def test_a_worker_that_the_router_lost_is_killed_and_replaced() -> None:

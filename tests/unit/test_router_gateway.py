@@ -163,10 +163,7 @@ async def test_the_blocking_client_does_the_same() -> None:
                 assert client.status().ready
                 assert client.scale({"decode": 2})["decode"] == 2
                 assert client.model().name == "fake-model"
-                ids: list[int] = []
-                for response in client.generate(ask("hello", 5)):
-                    ids += response.delta.token_ids
-                return ids
+                return client.generate(ask("hello", 5)).token_ids
 
         assert await asyncio.to_thread(use) == expected("hello", 5)
 

@@ -1,0 +1,37 @@
+"""The calls of a client that are one question and one answer, and their messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from legato.protos import cluster_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from legato.cluster.control_plane import Role
+
+CALL_TIMEOUT_S = 10.0  # of each, at each router
+READY_POLL_S = 0.1
+READY_CHECK_TIMEOUT_S = 2.0
+
+
+def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
+    """Targets by name of the pool."""
+    return cluster_pb2.ScalePoolRequest(
+        targets=[
+            cluster_pb2.PoolTarget(
+                role=common_pb2.WORKER_ROLE_PREFILL
+                if role == "prefill"
+                else common_pb2.WORKER_ROLE_DECODE,
+                target=target,
+            )
+            for role, target in targets.items()
+        ]
+    )
+
+
+def role_targets(response: cluster_pb2.ScalePoolResponse) -> dict[str, int]:
+    """The reverse of `scale_request`."""
+    names = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
+    return {names[item.role]: item.target for item in response.targets}

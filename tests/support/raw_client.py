@@ -1,0 +1,28 @@
+"""RawClient: streams exactly as one router sends them: nothing is tried again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from legato.cluster.client import AsyncClient
+from legato.protos import generation_pb2, generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class RawClient(AsyncClient):
+    """`generate` is one call; what the router answers is what the test sees."""
+
+    async def generate(  # type: ignore[override]  # as said
+        self, request: generation_pb2.GenerateRequest, *, timeout_s: float | None = None
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Deltas, then one finish, of each answer. `aclose()` on the iterator cancels the call."""
+        channel = self._channels.of(self._rotation.pick())
+        stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(channel)
+        call = stub.Generate(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
