@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from owners import Strike, check_owners
+from raw_client import RawClient
 from served import Served
 
-from legato.cluster.client import AsyncClient
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class KillRig:
     """Use `kill_rig`. `strikes` is what was done so far."""
 
     served: Served
-    client: AsyncClient
+    client: RawClient
     log: Path
     strikes: list[Strike] = field(default_factory=list)
 
@@ -133,5 +133,5 @@ def logged_service(
 @asynccontextmanager
 async def kill_rig(served: Served, log: Path) -> AsyncIterator[KillRig]:
     """A hand over it, and a client."""
-    async with AsyncClient(served.address) as client:
+    async with RawClient(served.address) as client:
         yield KillRig(served, client, log)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 from history import CallHistory, Piece, check_all
+from raw_client import RawClient
 
-from legato.cluster.client import AsyncClient
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def mixed(
 
 
 async def record(
-    client: AsyncClient,
+    client: RawClient,
     request: generation_pb2.GenerateRequest,
     *,
     timeout_s: float,
@@ -127,7 +127,7 @@ async def run_all(
 ) -> list[CallHistory]:
     """All of them, so many at a time. Each `cancel_every`-th is cancelled half-way."""
     free = asyncio.Semaphore(at_once)
-    async with AsyncClient(address) as client:
+    async with RawClient(address) as client:
 
         async def one(index: int, request: generation_pb2.GenerateRequest) -> CallHistory:
             cancelled = cancel_every and index % cancel_every == cancel_every - 1
@@ -168,7 +168,7 @@ async def pump(
 ) -> AsyncIterator[Pump]:
     """Runs during the block; at its end no new ones begin, and all have ended."""
     it, counter, stopped = Pump(), itertools.count(), asyncio.Event()
-    async with AsyncClient(address) as client:
+    async with RawClient(address) as client:
 
         async def one_after_the_other() -> None:
             while not stopped.is_set():
