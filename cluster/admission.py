@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.colocation import one_answer, pick_colocated, prefers_colocated
 from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.path_policies import has_open_path, pick_pair, pick_reachable
 from legato.cluster.policies import (
     Demand,
+    PrefillCosts,
     WorkerSnapshot,
     counts_as_batch,
     may_pass,
@@ -40,7 +42,7 @@ LAST_WORD_S = 0.75
 
 @dataclass(frozen=True)
 class Placement:
-    """The workers of one attempt, with the attempt's share of each."""
+    """The workers of one attempt, with the attempt's share of each; a colocated one is both."""
 
     demand: Demand  # as it stood then: a batch request that had waited long is none any more
     prefill: WorkerView
@@ -49,6 +51,11 @@ class Placement:
     decode_share: DecodeShare | None
     settle: Callable[[], None]  # the decode worker is asked no more, see `granted`
     wake: Callable[[], None]
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether one worker computes the prompt and decodes."""
+        return self.prefill is self.decode
 
     def granted(self) -> None:
         """The decode worker gave a ticket."""
@@ -115,7 +122,10 @@ class Admission:
         pool: PoolView,
         *,
         now: Callable[[], float] = time.monotonic,
+        costs: Callable[[float], PrefillCosts] = lambda _: PrefillCosts(None, None, None),
     ) -> None:
+        """`costs`: as `PrefillCostBook.costs`."""
+        self._costs = costs
         self._options = options
         self._pool = pool
         self._now = now
@@ -187,18 +197,21 @@ class Admission:
         self._refuse_hopeless(now)
         prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
         decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
+        alone = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("colocated")}
         closed = self._pool.paths.closed()
         everyone = tuple(prefills.values()), tuple(decodes.values())
         any_keeps = any(entry.keeps is not None for entry in self._waiting)
         smallest_blocked: Demand | None = None
         for entry in self._in_order(now):
-            if not any_keeps and not any(w.free_blocks for w in prefills.values()):
+            if not any_keeps and not any(
+                w.free_blocks for w in (*prefills.values(), *alone.values())
+            ):
                 break  # nobody can start
             demand = entry.demand
             overdue = now - entry.arrived_at >= self._options.max_passed_over_s
             if entry.placed is None or entry.placed.done():
                 if overdue and entry.asking is not None:
-                    _close_kept(entry, decodes)
+                    _close_kept(entry, decodes, alone)
                 continue
             keeps = entry.keeps is not None
             needs = replace(demand, prefill_tokens=0) if keeps else demand
@@ -209,27 +222,65 @@ class Admission:
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
             has_prefill = prefill is not None or keeps
             fits = has_prefill and (decode is not None or not demand.decode_tokens)
+            if passes and not keeps and alone:
+                pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None = None
+                if fits and decode is not None and closed:
+                    pair = _over_open_path(
+                        entry, prefills.values(), decodes.values(), everyone, closed
+                    )
+                elif fits:
+                    pair = prefill, decode
+                colocated = self._choose_colocated(demand, alone.values(), pair)
+                if colocated is not None:
+                    self._start(entry, colocated, colocated, now)
+                    self._refresh(alone, colocated)
+                    if overdue:
+                        _close_kept(entry, decodes, alone)
+                    continue
             if fits and passes and decode is not None and closed:
-                pair = _over_open_path(entry, prefills.values(), decodes.values(), everyone, closed)
-                if pair is None:
+                chosen = _over_open_path(
+                    entry, prefills.values(), decodes.values(), everyone, closed
+                )
+                if chosen is None:
                     continue  # not for want of room: it holds up nobody
-                prefill, decode = pair
+                prefill, decode = chosen
             if fits and passes:
                 self._start(entry, prefill, decode, now)
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
-                    view = self._pool.view(picked.worker_id) if picked is not None else None
-                    if view is not None:
-                        snapshots[view.worker_id] = self._snapshot(view)
+                    if picked is not None:
+                        self._refresh(snapshots, picked)
                 if overdue and decode is not None:
-                    _close_kept(entry, decodes)
+                    _close_kept(entry, decodes, alone)
             elif overdue:
                 # Also where it has room and only may not pass a younger, interactive one.
                 if not has_prefill or not demand.decode_tokens:
                     self._keep_free(entry, "prefill", prefills)
                 if demand.decode_tokens and (decode is None or fits):
                     self._keep_free(entry, "decode", decodes)
+                if not keeps:
+                    self._keep_free(entry, "colocated", alone)
             else:
                 smallest_blocked = _smaller(smallest_blocked, demand)
+
+    def _choose_colocated(
+        self,
+        demand: Demand,
+        workers: Iterable[WorkerSnapshot],
+        pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None,
+    ) -> WorkerSnapshot | None:
+        """The colocated worker that the request goes to; None: it goes to the pair, or waits."""
+        demand = one_answer(demand)
+        colocated = pick_colocated(demand, workers)
+        if colocated is None:
+            return None
+        costs = self._costs(colocated.local_token_s)
+        return colocated if prefers_colocated(demand, colocated, pair, costs) else None
+
+    def _refresh(self, snapshots: dict[str, WorkerSnapshot], picked: WorkerSnapshot) -> None:
+        """After a start."""
+        view = self._pool.view(picked.worker_id)
+        if view is not None:
+            snapshots[view.worker_id] = self._snapshot(view)
 
     def _snapshot(self, view: WorkerView) -> WorkerSnapshot:
         asking = tuple(e.demand for e in self._asking if e.asking == view.worker_id)
@@ -255,7 +306,9 @@ class Admission:
         decode: WorkerSnapshot | None,
         now: float,
     ) -> None:
-        """`prefill` is None where the entry keeps one."""
+        """`prefill` is None where the entry keeps one, and is `decode` where that is colocated."""
+        if decode is not None and decode.role == "colocated":
+            entry.demand = one_answer(entry.demand)
         decode_view = self._pool.view(decode.worker_id) if decode is not None else None
         if entry.keeps is not None:
             prefill_view, prefill_share = entry.keeps.prefill, entry.keeps.prefill_share
@@ -301,19 +354,25 @@ class Admission:
             del open_workers[kept.worker_id]
 
     def _refuse_hopeless(self, now: float) -> None:
-        """Fails what no present worker can ever hold, and what waited too long for any worker."""
-        roles: tuple[Role, ...] = ("prefill", "decode")
-        for role in roles:
+        """Fails what no present worker can ever hold, and what waited too long for any worker.
+
+        Not what a colocated worker can hold. Where there is none, and never was a pair, those are
+        the workers that are missed.
+        """
+        alone = [v.snapshot() for v in self._pool.placeable("colocated")]
+        for role in self._pool.needed_roles():
             workers = [v.snapshot() for v in self._pool.placeable(role)]
             empty_since = self._pool.empty_since[role]
             for entry in tuple(self._waiting):
+                if entry.keeps is None and _can_ever_hold(alone, entry.demand):
+                    continue
                 if role == "decode" and not entry.demand.decode_tokens:
                     continue
                 if role == "prefill" and entry.keeps is not None:
                     continue
                 if entry.placed is None or entry.placed.done():
                     continue
-                if workers and not any(w.can_ever_hold(entry.demand) for w in workers):
+                if workers and not _can_ever_hold(workers, entry.demand):
                     error = unavailable(_hopeless(entry.demand, workers))
                 elif empty_since is not None and now >= self._waits_until(entry, empty_since):
                     waited_s = now - max(empty_since, entry.waiting_since)
@@ -396,18 +455,30 @@ def _smaller(blocked: Demand | None, demand: Demand) -> Demand:
     )
 
 
-def _close_kept(entry: Entry, decodes: dict[str, WorkerSnapshot]) -> None:
+def _close_kept(
+    entry: Entry, decodes: dict[str, WorkerSnapshot], alone: dict[str, WorkerSnapshot]
+) -> None:
     """Of an overdue request that asks for a ticket: it may be refused, and must find no less room
     than there is now.
     """
-    for worker_id in (entry.asking, entry.kept_free.get("decode")):
+    kept = entry.kept_free
+    for worker_id in (entry.asking, kept.get("decode"), kept.get("colocated")):
         if worker_id is not None:
             decodes.pop(worker_id, None)
+            alone.pop(worker_id, None)
+
+
+def _can_ever_hold(workers: Iterable[WorkerSnapshot], demand: Demand) -> bool:
+    return any(
+        w.can_ever_hold(one_answer(demand) if w.role == "colocated" else demand) for w in workers
+    )
 
 
 def _hopeless(demand: Demand, workers: list[WorkerSnapshot]) -> str:
     largest = max(workers, key=lambda w: w.total_blocks * w.block_size)
-    need = demand.prefill_tokens if largest.role == "prefill" else demand.decode_tokens
+    need = demand.decode_tokens
+    if largest.role == "prefill" or not demand.decode_tokens:
+        need = demand.prefill_tokens
     each = ""
     if largest.role == "decode" and demand.num_answers > 1:
         each = f" for each of its {demand.num_answers} answers"

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # The hand-off's figures are sent right after the commit that lets decode begin.
 HANDOFF_FIGURES_TIMEOUT_S = 1.0
+# What the remote way costs beside the model is measured on prompts as short as this at least: of
+# long ones the hand-off goes on while they are computed.
+MEASURED_TOKENS = 128
 
 
 class Attempt:
@@ -80,6 +83,8 @@ class Attempt:
     async def _serve(self) -> None:
         life, group, placement = self._life, self._group, self._placement
         request = _prefill_request(life, group)
+        if placement.is_colocated:
+            request.num_answers = 1
         reserve: worker_pb2.Reserve | None = None
 
         # A ticket first: KV is never computed without a place for it to go.
@@ -95,8 +100,13 @@ class Attempt:
         # Prefill: the first tokens go to the client while the KV is still moving.
         life.has_begun = True
         enter(group.values(), Phase.PREFILL)
-        may_be_local = self._may_be_local(request)
-        if self._decode is not None and may_be_local and self._is_local(request):
+        may_be_local = self._is_short(request, life.local_prefill_tokens)
+        if self._decode is not None and placement.is_colocated:
+            first = await self._decode.start_locally()
+            placement.computed()
+            tokens, news = self._take_first(first, self._decode.view.worker_id)
+            self._let_others_go()
+        elif self._decode is not None and may_be_local and self._is_local(request):
             placement.handed_over()
             first = await self._decode.start_locally()
             tokens, news = self._take_first(first, self._decode.view.worker_id)
@@ -115,7 +125,8 @@ class Attempt:
 
         if self._handover is not None:
             await self._handover.joined()
-            if may_be_local and not self._handover.num_retargets:
+            limit = max(life.local_prefill_tokens, MEASURED_TOKENS)
+            if self._is_short(request, limit) and not self._handover.num_retargets:
                 spent_s = self._handover.joined_at_s - ticket_at_s
                 life.costs.note_overhead(max(0.0, spent_s - first.wait_s - first.model_s))
             self._decode, self._placement = self._handover.decode, self._handover.placement
@@ -127,14 +138,10 @@ class Attempt:
 
     # --- prefill ------------------------------------------------------------------------------
 
-    def _may_be_local(self, request: worker_pb2.PrefillRequest) -> bool:
-        """Whether it is so short for the decode worker that either way might be taken."""
+    def _is_short(self, request: worker_pb2.PrefillRequest, limit: int) -> bool:
+        """Whether the decode worker lacks the KV of so few tokens of the only answer's prompt."""
         uncached = len(request.token_ids) - request.ticket.cached_tokens
-        return (
-            request.HasField("ticket")
-            and request.num_answers == 1
-            and uncached <= self._life.local_prefill_tokens
-        )
+        return request.HasField("ticket") and request.num_answers == 1 and uncached <= limit
 
     def _is_local(self, request: worker_pb2.PrefillRequest) -> bool:
         placement, life = self._placement, self._life
@@ -172,7 +179,8 @@ class Attempt:
         """The tokens of the answers that go on, by their number, and what is to be told."""
         tokens: dict[int, int] = {}
         news: News = []
-        for (number, answer), start in zip(tuple(self._group.items()), first.answers, strict=True):
+        begun = tuple(self._group.items())[: len(first.answers)]
+        for (number, answer), start in zip(begun, first.answers, strict=True):
             answer.count_prefill(first, worker_id)
             reason = start.finish_reason if start.finished else None
             if self._decode is None and reason is None:  # max_tokens leaves nothing to decode
@@ -185,6 +193,11 @@ class Attempt:
             else:
                 tokens[number] = start.token.token_id
         return tokens, news
+
+    def _let_others_go(self) -> None:
+        """A colocated worker has begun the first answer; the others find its prompt's KV there."""
+        for number in [n for n in self._group if n > 0]:
+            self._life.go_on_alone(self._group.pop(number))
 
     # --- decode -------------------------------------------------------------------------------
 
@@ -239,5 +252,5 @@ def _reserve(
         priority=common_pb2.PRIORITY_BATCH if demand.batch else common_pb2.PRIORITY_INTERACTIVE,
         arrival=group[0].entry.arrival,
         num_preemptions=group[0].num_preemptions,
-        num_answers=len(group),
+        num_answers=request.num_answers,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legato.protos import cluster_pb2, common_pb2
+from legato.cluster.roles import WIRE_ROLES
+from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,9 +22,7 @@ def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
     return cluster_pb2.ScalePoolRequest(
         targets=[
             cluster_pb2.PoolTarget(
-                role=common_pb2.WORKER_ROLE_PREFILL
-                if role == "prefill"
-                else common_pb2.WORKER_ROLE_DECODE,
+                role=WIRE_ROLES[role],
                 target=target,
             )
             for role, target in targets.items()
@@ -33,5 +32,5 @@ def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
 
 def role_targets(response: cluster_pb2.ScalePoolResponse) -> dict[str, int]:
     """The reverse of `scale_request`."""
-    names = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
+    names = {number: role for role, number in WIRE_ROLES.items()}
     return {names[item.role]: item.target for item in response.targets}

@@ -8,16 +8,17 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
+
 from legato.cluster.error_status import with_status
-from legato.cluster.errors import invalid, unavailable
-from legato.cluster.pool_view import ROLES
+from legato.cluster.errors import RequestError, invalid, unavailable
+from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
+from legato.cluster.roles import WIRE_ROLES, role_of
 from legato.cluster.worker_view import ViewState
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    import grpc
+    from collections.abc import Coroutine, Mapping
 
     from legato.cluster.control_plane import Role
     from legato.cluster.router import Router
@@ -76,11 +77,26 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """See cluster.proto."""
         targets = read_targets(request)
         result = await _asked(self._router.control.scale(targets))
-        return cluster_pb2.ScalePoolResponse(
-            targets=[
-                cluster_pb2.PoolTarget(role=ROLES[role], target=target)
-                for role, target in result.items()
-            ]
+        return cluster_pb2.ScalePoolResponse(targets=_wire_targets(result))
+
+    @with_status
+    async def ChangeRole(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.ChangeRoleRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ChangeRoleResponse:
+        """See cluster.proto."""
+        role = _read_role("role", request.role)
+        try:
+            change = await _asked(self._router.control.change_role(request.worker_id, role))
+        except UnknownWorkerError as error:
+            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except RoleChangeRefusedError as error:
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        return cluster_pb2.ChangeRoleResponse(
+            worker_id=change.worker_id, targets=_wire_targets(change.targets)
         )
 
     @with_status
@@ -120,8 +136,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     def _own_pools(self) -> list[cluster_pb2.PoolStatus]:
         pools = []
-        for role, proto_role in ROLES.items():
+        for role, proto_role in WIRE_ROLES.items():
             views = [v for v in self._router.pool.views() if v.endpoint.role == role]
+            if role == "colocated" and not views:
+                continue
             pools.append(
                 cluster_pb2.PoolStatus(
                     role=proto_role,
@@ -155,6 +173,21 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
         raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
 
 
+def _wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:
+    return [
+        cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
+        for role, target in targets.items()
+    ]
+
+
+def _read_role(field: str, number: int) -> Role:
+    """Raises RequestError naming field, value and limit."""
+    if (role := role_of(number)) is None:
+        names = " or ".join(f"{name} ({wire})" for name, wire in WIRE_ROLES.items())
+        raise invalid(f"{field} is {number}; it must be {names}")
+    return role
+
+
 def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
     """The sizes asked for.
 
@@ -163,15 +196,9 @@ def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
     """
     if not request.targets:
         raise invalid("targets is empty: name at least one pool and its size")
-    names = {proto_role: role for role, proto_role in ROLES.items()}
     targets: dict[Role, int] = {}
     for index, item in enumerate(request.targets):
-        role = names.get(item.role)
-        if role is None:
-            raise invalid(
-                f"targets[{index}].role is {item.role}; "
-                f"it must be {' or '.join(f'{r} ({number})' for number, r in names.items())}"
-            )
+        role = _read_role(f"targets[{index}].role", item.role)
         if role in targets:
             raise invalid(f"targets[{index}].role is {role} again; name each pool once")
         if not item.HasField("target"):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
+
+if TYPE_CHECKING:
+    from legato.cluster.control_plane import Role
 
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
@@ -77,11 +80,12 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """One service: a model, two pools, a router."""
+    """One service: a model, its pools, a router."""
 
     model: str
     prefill_workers: int = 1
     decode_workers: int = 1
+    colocated_workers: int = 0  # compute prompts and decode
     ray_address: str | None = None  # None: a local Ray of our own
     # Where workers listen: an address, or "auto": loopback, or, where the Ray cluster has more
     # than one node, each node's own address.
@@ -93,6 +97,7 @@ class ServiceConfig:
     # Of the workers of one role; what it says of CPUs and GPUs goes before the two above.
     prefill_resources: ResourceDemand = NO_DEMAND
     decode_resources: ResourceDemand = NO_DEMAND
+    colocated_resources: ResourceDemand = NO_DEMAND
     start_timeout_s: float = 120.0
     restart: bool = True  # replace workers that are lost
     engine: EngineOptions = EngineOptions()
@@ -102,12 +107,35 @@ class ServiceConfig:
     router: RouterOptions = RouterOptions()
 
     @property
+    def pool_sizes(self) -> dict[Role, int]:
+        """How many workers each pool begins with."""
+        return {
+            "prefill": self.prefill_workers,
+            "decode": self.decode_workers,
+            "colocated": self.colocated_workers,
+        }
+
+    @property
+    def resources(self) -> dict[Role, ResourceDemand]:
+        """What is said of the workers of each role."""
+        return {
+            "prefill": self.prefill_resources,
+            "decode": self.decode_resources,
+            "colocated": self.colocated_resources,
+        }
+
+    @property
+    def num_workers(self) -> int:
+        """Of all pools."""
+        return sum(self.pool_sizes.values())
+
+    @property
     def asks_cpus(self) -> bool:
         """Whether workers ask for CPUs on a Ray of our own too."""
-        return any((self.worker_cpus, self.prefill_resources.cpus, self.decode_resources.cpus))
+        return any((self.worker_cpus, *(asked.cpus for asked in self.resources.values())))
 
     def decode_engine(self) -> EngineOptions:
-        """What decode workers are told; `engine` is for the prefill workers."""
+        """What decode workers are told; `engine` is for the others."""
         return replace(
             self.engine,
             dtype=self.decode_dtype or self.engine.dtype,

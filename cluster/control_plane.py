@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from legato.cluster.role_change import RoleChange
     from legato.protos import cluster_pb2
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "colocated"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class ControlPlane(Protocol):
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         """Sets targets of the pools named; returns those of both."""
+        ...
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """Begins a worker's change of role. ValueError where it may not: an UnknownWorkerError or a
+        RoleChangeRefusedError, or of another class where the words of the request are wrong.
+        """
         ...
 
     async def shutdown(self, drain_timeout_s: float) -> None:

@@ -23,6 +23,8 @@ from legato.cluster.pool import (
     decide,
     describe,
 )
+from legato.cluster.role_change import RoleChange, check_role_change, find_worker
+from legato.cluster.roles import ROLES, WIRE_ROLES
 from legato.protos import cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
@@ -31,13 +33,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
 
 log = logging.getLogger(__name__)
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_POOL_SIZE = 1024
-
-WIRE_ROLE: dict[Role, common_pb2.WorkerRole.ValueType] = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
 _WIRE_PHASE = {
     WorkerState.STARTING: common_pb2.WORKER_PHASE_STARTING,
     WorkerState.READY: common_pb2.WORKER_PHASE_READY,
@@ -71,6 +67,22 @@ class Launcher(Protocol):
         """Ends the process, whatever it does."""
         ...
 
+    def retire(self, name: str, timeout_s: float) -> None:
+        """As `drain`, of one that goes on in another role: its server stays until `rebuild`, for
+        a router that does not hear a worker on its list reports it lost.
+        """
+        ...
+
+    def rebuild(self, name: str, new_name: str, role: Role) -> None:
+        """The retired worker `name` goes on as `new_name` in another role, with the weights that it
+        has. Leads to what `start` leads to; `name` is no more.
+        """
+        ...
+
+    def obstacle(self, before: Role, after: Role) -> str:
+        """Why no worker of the one role can go on in the other, or nothing."""
+        ...
+
     def waiting_for(self, name: str) -> str:
         """What the start of this worker waits for, such as a GPU or its weights, or nothing."""
         ...
@@ -81,7 +93,7 @@ class Launcher(Protocol):
 
 
 class Controller:
-    """Both pools. Publishes the full list of workers to the router on every change."""
+    """All pools. Publishes the full list of workers to the router on every change."""
 
     def __init__(
         self,
@@ -93,7 +105,8 @@ class Controller:
         self._launcher = launcher
         self._publish = publish
         self._options = options or ControllerOptions()
-        self._pools = {role: Pool(role, _checked_size(role, targets[role])) for role in ROLES}
+        sizes = {role: _checked_size(role, targets.get(role, 0)) for role in ROLES}
+        self._pools = {role: Pool(role, size) for role, size in sizes.items()}
         self._published: tuple[WorkerEndpoint, ...] = ()
         self._closed = False
         self._num_started = dict.fromkeys(ROLES, 0)
@@ -107,15 +120,12 @@ class Controller:
             for worker in pool.in_state(WorkerState.STARTING):
                 if self._launcher.lacks_room(worker.name):
                     worker.since_s = now_s
-            for action in decide(pool, now_s, self._options):
+            for action in decide(pool, now_s, self._options, self._num_arriving(pool)):
                 match action:
                     case Start():
                         self._start(pool, now_s)
                     case Drain(name):
-                        pool.workers[name].move(WorkerState.DRAINING, now_s)
-                        # The router first: it must send nothing new to a worker that refuses it.
-                        self._publish_changes()
-                        self._launcher.drain(name, self._options.drain_timeout_s)
+                        self._drain(pool.workers[name], now_s)
                     case Kill(name, reason, failed):
                         waiting = self._launcher.waiting_for(name)
                         reason = f"{reason}: {waiting}" if waiting else reason
@@ -135,7 +145,28 @@ class Controller:
                 pool.target, pool.num_lost = size, 0
                 pool.note_success()  # the operator asks anew: try at once
         self.step(now_s)
-        return {role: pool.target for role, pool in self._pools.items()}
+        return self._targets()
+
+    def change_role(self, worker_id: str, role: Role, now_s: float) -> RoleChange:
+        """The worker drains in its pool and goes on in another: both targets change by one. Where
+        it ends meanwhile, the other pool starts a new one as for any that it lacks.
+
+        Raises:
+            UnknownWorkerError: nobody's id is, or begins with, `worker_id`.
+            RoleChangeRefusedError: it may not, or not now.
+            ValueError: no such pool, or the id begins several.
+        """
+        target = self._pools[_checked_role(role)]
+        pool, worker = find_worker(self._pools.values(), worker_id)
+        obstacle = self._launcher.obstacle(pool.role, role)
+        check_role_change(pool, worker, target, MAX_POOL_SIZE, obstacle)
+        log.info("worker %s (%s) is to become %s", worker.name, worker.known_id, role)
+        pool.target = max(0, pool.target - 1)
+        target.target += 1
+        worker.becomes = role
+        self._drain(worker, now_s)
+        self.step(now_s)
+        return RoleChange(worker.known_id, self._targets())
 
     def close(self) -> None:
         """The service ends: from now on nothing is started or scaled."""
@@ -152,7 +183,17 @@ class Controller:
         worker.move(WorkerState.READY, now_s)
         worker.endpoint = WorkerEndpoint(started.worker_id, worker.role, started.address)
         worker.pid, worker.host = started.pid, started.host
-        log.info("worker %s (%s) is ready", worker.name, _known_id(worker))
+        log.info("worker %s (%s) is ready", worker.name, worker.known_id)
+        self.step(now_s)
+
+    def on_leaving(self, name: str, now_s: float) -> None:
+        """The worker's process was told to end: it drains, and is replaced at once."""
+        pool, worker = self._find(name)
+        if pool is None or worker is None or worker.state is not WorkerState.READY:
+            return
+        worker.move(WorkerState.DRAINING, now_s)
+        self._publish_changes()
+        self._launcher.drain(name, self._options.drain_timeout_s)
         self.step(now_s)
 
     def on_dead(self, name: str, reason: str, now_s: float, *, permanent: bool = False) -> None:
@@ -178,7 +219,10 @@ class Controller:
         pool, worker = self._find(name)
         if pool is None or worker is None:
             return
-        self._end(pool, worker, "drained", now_s, failed=False)
+        if worker.becomes is not None and not self._closed and self._wants(worker.becomes):
+            self._rebuild(pool, worker, worker.becomes, now_s)
+        else:
+            self._end(pool, worker, "drained", now_s, failed=False)
         self.step(now_s)
 
     def report_lost(self, worker_id: str, reason: str, now_s: float) -> None:
@@ -202,7 +246,7 @@ class Controller:
 
     def pools(self, now_s: float) -> list[cluster_pb2.PoolStatus]:
         """Targets and workers; the loads are the router's to add."""
-        return [self._pool_status(pool, now_s) for pool in self._pools.values()]
+        return [self._pool_status(pool, now_s) for pool in self._shown_pools()]
 
     def worker_names(self) -> list[str]:
         """Of every live worker."""
@@ -224,19 +268,60 @@ class Controller:
             if (text := self._launcher.waiting_for(worker.name))
         ]
         return cluster_pb2.PoolStatus(
-            role=WIRE_ROLE[pool.role],
+            role=WIRE_ROLES[pool.role],
             target=pool.target,
             ready=len(pool.in_state(WorkerState.READY)),
             workers=[_worker_status(worker) for worker in pool.workers.values()],
-            message=describe(pool, now_s, self._options, waiting),
+            message=describe(pool, now_s, self._options, waiting, self._num_arriving(pool)),
         )
 
+    def _shown_pools(self) -> list[Pool]:
+        """Without a colocated one that nobody asked for."""
+        return [
+            pool
+            for pool in self._pools.values()
+            if pool.role != "colocated" or pool.target or pool.workers
+        ]
+
+    def _targets(self) -> dict[Role, int]:
+        return {pool.role: pool.target for pool in self._shown_pools()}
+
     def _start(self, pool: Pool, now_s: float) -> None:
+        worker = self._new_worker(pool, now_s)
+        log.info("worker %s starts", worker.name)
+        self._launcher.start(worker.name, pool.role)
+
+    def _new_worker(self, pool: Pool, now_s: float) -> WorkerRecord:
         self._num_started[pool.role] += 1
         name = f"{pool.role}-{self._num_started[pool.role]}"
-        pool.workers[name] = WorkerRecord(name, pool.role, WorkerState.STARTING, now_s)
-        log.info("worker %s starts", name)
-        self._launcher.start(name, pool.role)
+        worker = pool.workers[name] = WorkerRecord(name, pool.role, WorkerState.STARTING, now_s)
+        return worker
+
+    def _drain(self, worker: WorkerRecord, now_s: float) -> None:
+        worker.move(WorkerState.DRAINING, now_s)
+        # The router first: it must send nothing new to a worker that refuses it.
+        self._publish_changes()
+        drain = self._launcher.drain if worker.becomes is None else self._launcher.retire
+        drain(worker.name, self._options.drain_timeout_s)
+
+    # A change of role: the worker drains in one pool, and starts in the other.
+
+    def _num_arriving(self, pool: Pool) -> int:
+        return sum(w.becomes == pool.role for p in self._pools.values() for w in p.workers.values())
+
+    def _wants(self, role: Role) -> bool:
+        pool = self._pools[role]
+        there = pool.in_state(WorkerState.STARTING, WorkerState.READY)
+        return len(there) < pool.target
+
+    def _rebuild(self, pool: Pool, worker: WorkerRecord, role: Role, now_s: float) -> None:
+        worker.move(WorkerState.DEAD, now_s)
+        del pool.workers[worker.name]
+        self._publish_changes()
+        successor = self._new_worker(self._pools[role], now_s)
+        successor.predecessor = worker.known_id
+        log.info("worker %s (%s) goes on as %s", worker.name, worker.known_id, successor.name)
+        self._launcher.rebuild(worker.name, successor.name, role)
 
     def _end(
         self,
@@ -263,7 +348,7 @@ class Controller:
             pool.num_lost += 1
             pool.last_failure = f"{worker.name}: {reason}"
         level = logging.INFO if worker.state is WorkerState.DRAINING else logging.WARNING
-        log.log(level, "worker %s (%s) ended: %s", worker.name, _known_id(worker), reason)
+        log.log(level, "worker %s (%s) ended: %s", worker.name, worker.known_id, reason)
         worker.move(WorkerState.DEAD, now_s)
         del pool.workers[worker.name]
         self._publish_changes()  # before the kill: nothing new may go there
@@ -282,26 +367,30 @@ class Controller:
             self._publish(endpoints)
 
 
-def _checked_size(role: str, size: int) -> int:
+def _checked_role(role: Role) -> Role:
     if role not in ROLES:
-        raise ValueError(f"pool must be prefill or decode, got {role!r}")
+        raise ValueError(f"pool must be {' or '.join(ROLES)}, got {role!r}")
+    return role
+
+
+def _checked_size(role: Role, size: int) -> int:
+    _checked_role(role)
     if not 0 <= size <= MAX_POOL_SIZE:
         raise ValueError(f"{role} must be in [0, {MAX_POOL_SIZE}], got {size}")
     return size
 
 
-def _known_id(worker: WorkerRecord) -> str:
-    """As others know it, once it serves."""
-    return worker.endpoint.worker_id if worker.endpoint else worker.name
-
-
 def _worker_status(worker: WorkerRecord) -> cluster_pb2.WorkerStatus:
     endpoint = worker.endpoint
     return cluster_pb2.WorkerStatus(
-        worker_id=_known_id(worker),
-        role=WIRE_ROLE[worker.role],
+        worker_id=worker.known_id,
+        role=WIRE_ROLES[worker.role],
         phase=_WIRE_PHASE[worker.state],
         address=endpoint.address if endpoint else "",
         pid=worker.pid,
         host=worker.host,
+        becomes=common_pb2.WORKER_ROLE_UNSPECIFIED
+        if worker.becomes is None
+        else WIRE_ROLES[worker.becomes],
+        predecessor=worker.predecessor,
     )

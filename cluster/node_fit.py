@@ -57,7 +57,7 @@ def waits_for(role: str, demand: ResourceDemand, nodes: Sequence[NodeView]) -> s
     amounts = demand.amounts()
     if any(_covers(node.free, amounts) for node in able):
         return ""
-    most = {name: max(able, key=lambda node, n=name: node.free.get(n, 0.0)) for name in amounts}
+    most = {name: _freest(name, able) for name in amounts}
     scarce = {n: node for n, node in most.items() if node.free.get(n, 0.0) < amounts[n] - _GRAIN}
     if not scarce:
         return f"waiting for room: no node has {', '.join(demand.parts())} free at once"
@@ -88,6 +88,10 @@ def too_many(workers: Mapping[str, tuple[int, ResourceDemand]], nodes: Sequence[
                 f"this machine has {amount_text(name, has)}"
             )
     return ""
+
+
+def _freest(name: str, nodes: Sequence[NodeView]) -> NodeView:
+    return max(nodes, key=lambda node: node.free.get(name, 0.0))
 
 
 def _covers(has: Mapping[str, float], amounts: Mapping[str, float]) -> bool:

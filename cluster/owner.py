@@ -19,8 +19,9 @@ from legato.cluster.placement import check_own, place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
+from legato.cluster.roles import role_of
 from legato.cluster.version import legato_version
-from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
+from legato.protos import cluster_pb2, cluster_pb2_grpc
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -100,13 +101,12 @@ class Owner:
             raise ServiceError(str(error)) from error
         self._check_stop()
         self._ray = service = RayService()
-        num_workers = config.prefill_workers + config.decode_workers
         if ray_address is None:
             self._progress.state("starting Ray")
             self._temp = RayTemp()
             # Our actors need no CPU of Ray's; where the user counts them, these are the machine's.
             cores = len(os.sched_getaffinity(0))
-            num_cpus = cores if config.asks_cpus else num_workers + 2
+            num_cpus = cores if config.asks_cpus else config.num_workers + 2
             facts = service.start_own(self._temp.ray_folder, num_cpus)
             self._progress.stage("Ray started")
         else:
@@ -126,7 +126,11 @@ class Owner:
         service.launch(
             WorkerPlan(
                 model=str(model_path) if everywhere else config.model,
-                engines={"prefill": config.engine, "decode": config.decode_engine()},
+                engines={
+                    "prefill": config.engine,
+                    "decode": config.decode_engine(),
+                    "colocated": config.engine,
+                },
                 placements=placements,
                 spread=len(facts.nodes) > 1,
                 nodes_may_come=facts.joined and service.nodes_may_come(),
@@ -139,7 +143,7 @@ class Owner:
                 owner_pid=os.getpid(),
                 owner_host=socket.gethostname(),
             ),
-            {"prefill": config.prefill_workers, "decode": config.decode_workers},
+            config.pool_sizes,
             ControllerOptions(start_timeout_s=config.start_timeout_s, restart=config.restart),
         )
         return self._wait_until_ready(service)
@@ -235,7 +239,7 @@ class Owner:
             except ValueError as error:
                 raise ServiceError(str(error)) from error
             pools = service.pools()
-            text = ", ".join(_pool_text(pool) for pool in pools)
+            text = ", ".join(_pool_text(pool) for pool in pools if pool.target)
             if address is None:
                 text += ", router starting"
             self._progress.state(text)
@@ -330,5 +334,4 @@ def _serves(address: str) -> bool:
 
 
 def _pool_text(pool: cluster_pb2.PoolStatus) -> str:
-    name = "prefill" if pool.role == common_pb2.WORKER_ROLE_PREFILL else "decode"
-    return f"{name}: {pool.message or f'{pool.ready} of {pool.target} ready'}"
+    return f"{role_of(pool.role)}: {pool.message or f'{pool.ready} of {pool.target} ready'}"

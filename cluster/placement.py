@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.cluster.node_fit import holders, never_fits, too_many
+from legato.cluster.roles import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _REMEDY = (
-    "Ask for less with --device cpu, --worker-gpus, --worker-cpus, --prefill-resources or "
-    "--decode-resources, or join a cluster with --ray-address"
+    "Ask for less with --device cpu, --worker-gpus, --worker-cpus or the resources of a "
+    "role (--decode-resources), or join a cluster with --ray-address"
 )
 
 
@@ -61,10 +62,8 @@ def place(config: ServiceConfig, facts: ClusterFacts) -> dict[Role, WorkerPlacem
         ValueError: the options contradict each other, or a Ray of our own can never offer what is
             asked. A joined cluster may grow: there the controller says what is waited for.
     """
-    wishes = [
-        _wish("prefill", config.prefill_workers, config.prefill_resources, config, facts),
-        _wish("decode", config.decode_workers, config.decode_resources, config, facts),
-    ]
+    sizes, asked = config.pool_sizes, config.resources
+    wishes = [_wish(role, sizes[role], asked[role], config, facts) for role in ROLES]
     chosen = {wish.role: _device(config, wish, wishes) for wish in wishes}
     demands = {
         wish.role: dataclasses.replace(wish.demand, gpus=chosen[wish.role][1]) for wish in wishes
@@ -85,7 +84,7 @@ def place(config: ServiceConfig, facts: ClusterFacts) -> dict[Role, WorkerPlacem
 
 def check_own(config: ServiceConfig) -> None:
     """Raises ValueError where the options ask for what no Ray of our own has."""
-    for role, asked in (("prefill", config.prefill_resources), ("decode", config.decode_resources)):
+    for role, asked in config.resources.items():
         parts = dataclasses.replace(asked, cpus=None, gpus=None, memory_bytes=None).parts()
         if parts:
             raise ValueError(
@@ -124,7 +123,9 @@ def _check_own(
     for role, demand in demands.items():
         if problem := never_fits(role, demand, facts.nodes):
             raise ValueError(f"{problem}. {_REMEDY}")
-    workers = {wish.role: (wish.num_workers, demands[wish.role]) for wish in wishes}
+    workers: dict[str, tuple[int, ResourceDemand]] = {
+        wish.role: (wish.num_workers, demands[wish.role]) for wish in wishes
+    }
     if problem := too_many(workers, facts.nodes):
         raise ValueError(f"{problem}. {_REMEDY}")
 
@@ -177,7 +178,7 @@ def _num_threads(config: ServiceConfig, facts: ClusterFacts, demand: ResourceDem
         return config.engine.num_threads
     if demand.cpus is not None and demand.cpus > 1:
         return int(demand.cpus)  # what Ray has set aside for it
-    return max(1, facts.num_cores // max(1, config.prefill_workers + config.decode_workers))
+    return max(1, facts.num_cores // max(1, config.num_workers))
 
 
 def _sharers(

@@ -65,6 +65,13 @@ class WorkerRecord:
     endpoint: WorkerEndpoint | None = None  # known once ready
     pid: int = 0
     host: str = ""
+    becomes: Role | None = None  # once it has drained
+    predecessor: str = ""  # its id in another role
+
+    @property
+    def known_id(self) -> str:
+        """As others know it, once it serves."""
+        return self.endpoint.worker_id if self.endpoint else self.name
 
     def move(self, state: WorkerState, now_s: float) -> None:
         """Enters `state`; raises ValueError where that is no way to go."""
@@ -167,8 +174,12 @@ class Kill:
 Action = Start | Drain | Kill
 
 
-def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]:
+def decide(
+    pool: Pool, now_s: float, options: ControllerOptions, num_arriving: int = 0
+) -> list[Action]:
     """What brings `pool` nearer to its target. Changes nothing itself.
+
+    `num_arriving`: workers that drain elsewhere to come here. None is started in their place.
 
     Late starts and late drains are killed. Missing workers are started unless starts are held
     back. Surplus is taken from those that start (newest first: they hold no stream), then from
@@ -195,14 +206,18 @@ def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]
         superfluous = on_time[::-1][:surplus]
         actions += [Kill(w.name, "the pool was scaled in", failed=False) for w in superfluous]
         actions += [Drain(w.name) for w in ready[::-1][: surplus - len(superfluous)]]
-    elif surplus < 0 and not late and now_s >= pool.next_start_s:
+    elif (missing := -surplus - num_arriving) > 0 and not late and now_s >= pool.next_start_s:
         # After failures one at a time: a broken start must not be tried a thousand-fold.
-        actions += [Start()] * (1 if pool.failed_starts else -surplus)
+        actions += [Start()] * (1 if pool.failed_starts else missing)
     return actions
 
 
 def describe(
-    pool: Pool, now_s: float, options: ControllerOptions, waiting: Iterable[str] = ()
+    pool: Pool,
+    now_s: float,
+    options: ControllerOptions,
+    waiting: Iterable[str] = (),
+    num_arriving: int = 0,
 ) -> str:
     """Why current differs from target, in one sentence; empty when it does not."""
     ready = len(pool.in_state(WorkerState.READY))
@@ -215,6 +230,8 @@ def describe(
         parts.append(f"{starting} starting")
     if draining:
         parts.append(f"{draining} draining")
+    if num_arriving:
+        parts.append(f"{num_arriving} coming from another pool")
     parts += sorted(set(waiting))
     if pool.num_lost:
         parts.append(f"{pool.num_lost} lost and not replaced; last: {pool.last_failure}")

@@ -15,7 +15,7 @@ from legato.cluster.attempt import Attempt
 from legato.cluster.errors import unavailable
 from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
 from legato.cluster.policies import Demand
-from legato.cluster.pool_view import ROLES
+from legato.cluster.roles import PAIR
 from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import (
     AttemptEndedError,
@@ -193,7 +193,7 @@ class RequestLife:
                 for view in self.pool.placeable(role)
                 if view.snapshot().can_ever_hold(demand)
             ]
-            for role in ROLES
+            for role in PAIR
         )
         return prefills, decodes, self.pool.paths.closed()
 

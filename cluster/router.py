@@ -127,8 +127,8 @@ class Router:
             on_change=self._on_change,
             on_worker=self._note_worker,
         )
-        self.admission = Admission(options, self.pool)
         self._costs = PrefillCostBook()
+        self.admission = Admission(options, self.pool, costs=self._costs.costs)
         self._parse = parse
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
@@ -382,8 +382,7 @@ class Router:
 
     def missing(self) -> str:
         """Why the service is not ready, in words."""
-        pools = [role for role, since in self.pool.empty_since.items() if since is not None]
-        return f"no ready worker in the {' and the '.join(pools)} pool" if pools else "nothing"
+        return self.pool.missing()
 
     def _note_worker(self, worker_id: str, state: str, reason: str) -> None:
         self._log.note("worker", worker=worker_id, state=state, reason=reason)

@@ -56,12 +56,15 @@ class Cancellable(Protocol):
 
 
 class PrefillShare:
-    """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed."""
+    """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed. Of a
+    colocated worker only the backlog: there the blocks are the DecodeShare's.
+    """
 
     def __init__(self, view: WorkerView, demand: Demand) -> None:
         self._view = view
         self._tokens = demand.prefill_tokens
-        self._blocks = view.snapshot().blocks_now(demand)
+        snapshot = view.snapshot()
+        self._blocks = snapshot.blocks_now(demand) if snapshot.role == "prefill" else 0
         view.used_blocks += self._blocks
         view.backlog_tokens += self._tokens
 
@@ -165,7 +168,7 @@ class WorkerView:
         """For the policies. The identity must be known."""
         assert self.identity is not None, "a worker is placed on only after it said who it is"
         free_blocks = self.identity.total_blocks
-        if self.endpoint.role == "decode" and self.load is not None:
+        if self.endpoint.role != "prefill" and self.load is not None:
             free_blocks = self.load.free_blocks
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -174,6 +177,7 @@ class WorkerView:
             total_blocks=self.identity.total_blocks,
             free_blocks=free_blocks - self.used_blocks,
             backlog_tokens=self.backlog_tokens,
+            local_token_s=self.load.local_prefill_token_s if self.load is not None else 0.0,
             full=self.full,
             refused=tuple(self._refused),
             doubtful=tuple(self._doubtful),

@@ -50,7 +50,7 @@ class GetStatusResponse(_message.Message):
     version: _builtins.str
     uptime_s: _builtins.float
     ready: _builtins.bool
-    """NOT ready until a prefill and a decode worker are."""
+    """NOT ready until a prefill and a decode worker are, or a colocated one."""
     owner_pid: _builtins.int
     """The process that owns the service, for `legato stop` on the same machine."""
     owner_host: _builtins.str
@@ -122,6 +122,8 @@ class WorkerStatus(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BECOMES_FIELD_NUMBER: _builtins.int
+    PREDECESSOR_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique for ever: a restarted worker has another id."""
     role: _common_pb2.WorkerRole.ValueType
@@ -129,6 +131,10 @@ class WorkerStatus(_message.Message):
     address: _builtins.str
     pid: _builtins.int
     host: _builtins.str
+    becomes: _common_pb2.WorkerRole.ValueType
+    """It drains, and goes on in this role."""
+    predecessor: _builtins.str
+    """The id that it had in another role."""
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
     def __init__(
@@ -141,10 +147,12 @@ class WorkerStatus(_message.Message):
         pid: _builtins.int = ...,
         host: _builtins.str = ...,
         load: _common_pb2.WorkerLoad | None = ...,
+        becomes: _common_pb2.WorkerRole.ValueType = ...,
+        predecessor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "load", b"load", "phase", b"phase", "pid", b"pid", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "becomes", b"becomes", "host", b"host", "load", b"load", "phase", b"phase", "pid", b"pid", "predecessor", b"predecessor", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +265,55 @@ class ScalePoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScalePoolResponse: _TypeAlias = ScalePoolResponse  # noqa: Y015
+
+@_typing.final
+class ChangeRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Or how it begins, where only one does."""
+    role: _common_pb2.WorkerRole.ValueType
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """In full. `WorkerStatus.predecessor` of the worker that it becomes."""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolTarget]:
+        """Of all pools, as they are now."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        targets: _abc.Iterable[Global___PoolTarget] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["targets", b"targets", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

@@ -44,6 +44,11 @@ class ClusterStub:
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ScalePoolRequest.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_cluster__pb2.ScalePoolResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/legato.v1.Cluster/ChangeRole',
+                request_serializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/legato.v1.Cluster/Shutdown',
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -70,6 +75,18 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeRole(self, request, context):
+        """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
+        its running streams, then serves under another id, with the weights that it has loaded: no file
+        is read. Both targets change by one.
+        Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
+        NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
+        ready one of its pool, or whose weights are not what the other role asks for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
         ends. Returns when draining has begun.
@@ -90,6 +107,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ScalePool,
                     request_deserializer=legato_dot_protos_dot_cluster__pb2.ScalePoolRequest.FromString,
                     response_serializer=legato_dot_protos_dot_cluster__pb2.ScalePoolResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -151,6 +173,33 @@ class Cluster:
             '/legato.v1.Cluster/ScalePool',
             legato_dot_protos_dot_cluster__pb2.ScalePoolRequest.SerializeToString,
             legato_dot_protos_dot_cluster__pb2.ScalePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Cluster/ChangeRole',
+            legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.SerializeToString,
+            legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

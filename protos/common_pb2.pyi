@@ -80,6 +80,8 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
     WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
+    WORKER_ROLE_COLOCATED: _WorkerRole.ValueType  # 3
+    """Computes prompts and decodes, on one engine."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """What a worker does at present."""
@@ -87,6 +89,8 @@ class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
+WORKER_ROLE_COLOCATED: WorkerRole.ValueType  # 3
+"""Computes prompts and decodes, on one engine."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _WorkerPhase:
@@ -378,7 +382,7 @@ class WorkerLoad(_message.Message):
     transferring: _builtins.int
     """KV transfers under way, in or out."""
     waiting_tokens: _builtins.int
-    """Prompt tokens queued and not yet computed (decode: of local prefills)."""
+    """Prompt tokens queued and not yet computed (decode: of local prefills; colocated: of all)."""
     prefill_steps: _builtins.int
     """Counters since the process started. A decode worker's prefill is local: these steps count as
     decode steps too, the tokens do not.

@@ -557,8 +557,8 @@ class GetModelResponse(_message.Message):
     """Over weights and config; equal on all workers."""
     has_chat_template: _builtins.bool
     decode_kv_tokens: _builtins.int
-    """Capacity of the largest decode and prefill worker, in tokens: a request needs
-    prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill. Of n
+    """Capacity of the largest decode and prefill worker, in tokens; a colocated one is both. A request
+    needs prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill. Of n
     answers each needs that on decode, but for the full blocks of the prompt, which they share.
     """
     prefill_kv_tokens: _builtins.int

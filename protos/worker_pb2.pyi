@@ -500,7 +500,8 @@ class Start(_message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """No KV comes and `answers` is empty: this worker computes what is not cached of the prompt itself,
-    between its decode steps, and sends FirstToken before Joined. Only where there is one answer. One
+    between its decode steps, and sends FirstToken before Joined. Only where there is one answer; on a
+    colocated worker also where that ends with its first token. One
     that has to yield its blocks for good before its first token ends with RESOURCE_EXHAUSTED. After
     a transfer has begun for the ticket: FAILED_PRECONDITION.
     """

@@ -120,7 +120,7 @@ async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m legato.worker", description=__doc__)
     parser.add_argument("--model", required=True, help="a folder, a .gguf file, a hub id or demo")
-    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--role", required=True, choices=("prefill", "decode", "colocated"))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

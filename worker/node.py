@@ -104,6 +104,7 @@ class WorkerNode:
                 config.max_batch_size,
                 host_pool,
                 mixes_prompts=loaded.device.type == "cpu",
+                chunk_tokens=config.prefill_chunk_tokens if config.role == "colocated" else 0,
             )
             mover = KvMover(cache, num_slots)
         engine = Engine(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.role_change import UnknownWorkerError
 from legato.cluster.router import Router
 from legato.protos import cluster_pb2, common_pb2
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.role_change import RoleChange
     from legato.cluster.text.model_text import ModelText
 
 START_TIMEOUT_S = 300.0
@@ -54,6 +56,10 @@ class _NoController:
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         """Changes nothing."""
         return targets
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """Nobody asks for it."""
+        raise UnknownWorkerError("nothing here changes its role")
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Does nothing."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.role_change import UnknownWorkerError
 from legato.cluster.router import Router
 from legato.cluster.text.model_text import ModelText
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.role_change import RoleChange
     from legato.protos import cluster_pb2
 
 READY_TIMEOUT_S = 30.0
@@ -43,6 +45,10 @@ class NoControl:
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         """Nothing changes."""
         return targets
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """There are no others."""
+        raise UnknownWorkerError(f"no worker is to change its role: {worker_id} to {role}")
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         """The benchmark ends the process."""

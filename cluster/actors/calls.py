@@ -8,6 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
+
 CALL_TIMEOUT_S = 5.0  # of one small call between actors
 
 
@@ -15,7 +17,7 @@ async def bounded(call: Any) -> Any:  # noqa: ANN401  # Ray's references have no
     """What a call to the controller gives within CALL_TIMEOUT_S.
 
     Raises:
-        ValueError: it refused.
+        ValueError: it refused; of a class of `role_change` where the refusal was.
         ConnectionError: it is gone.
         TimeoutError: no answer.
     """
@@ -23,8 +25,9 @@ async def bounded(call: Any) -> Any:  # noqa: ANN401  # Ray's references have no
         return await asyncio.wait_for(call, CALL_TIMEOUT_S)
     except RayTaskError as error:
         # A refusal of the controller arrives wrapped in the remote traceback.
-        if isinstance(error.cause, ValueError):
-            raise ValueError(str(error.cause)) from error
+        for kind in (UnknownWorkerError, RoleChangeRefusedError, ValueError):
+            if isinstance(error.cause, kind):
+                raise kind(str(error.cause)) from error
         raise
     except RayActorError as error:
         raise ConnectionError("the controller is gone: the service is ending") from error

@@ -25,8 +25,9 @@ PROBE_TIMEOUT_S = 1.0  # a raylet that runs has its connections accepted by the 
 def read_nodes() -> tuple[NodeView, ...]:
     """Those that live. Blocks while Ray's head does not answer."""
     # Public calls give sums over the cluster, which say nothing of what fits on one node.
-    free = ray._private.state.available_resources_per_node()
-    return tuple(_view(node, free) for node in ray.nodes() if node["Alive"])
+    free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray's
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+    return tuple(_view(node, free) for node in nodes if node["Alive"])
 
 
 def may_grow() -> bool:

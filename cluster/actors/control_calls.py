@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.role_change import RoleChange
 
 
 class ControlCalls:
@@ -28,6 +29,11 @@ class ControlCalls:
         """See ControlPlane; ValueError where a size is out of range."""
         result: dict[Role, int] = await bounded(self._controller.scale.remote(dict(targets)))
         return result
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """See ControlPlane."""
+        change: RoleChange = await bounded(self._controller.change_role.remote(worker_id, role))
+        return change
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         """See ControlPlane."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from legato.cluster.actors.plans import WorkerPlan
     from legato.cluster.control_plane import Role, WorkerEndpoint
     from legato.cluster.pool import ControllerOptions
+    from legato.cluster.role_change import RoleChange
 
 PUBLISH_TIMEOUT_S = 60.0  # the router may still be reading its tokenizer
 STEP_PERIOD_S = 0.2
@@ -52,6 +53,10 @@ class ControllerActor:
     async def scale(self, targets: Mapping[Role, int]) -> dict[Role, int]:
         """See Controller.set_targets."""
         return self._controller.set_targets(targets, time.monotonic())
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """See Controller.change_role."""
+        return self._controller.change_role(worker_id, role, time.monotonic())
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """See Controller.report_lost."""

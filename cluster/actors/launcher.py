@@ -52,9 +52,37 @@ class RayLauncher:
         self._roles[name] = role
         self._spawn(self._live(name, role))
 
+    def rebuild(self, name: str, new_name: str, role: Role) -> None:
+        """See Launcher."""
+        del self._roles[name]
+        self._roles[new_name] = role
+        self._handles[new_name] = self._handles.pop(name)
+        self._processes[new_name] = self._processes.pop(name)
+        self._spawn(self._live(new_name, role, is_new=False))
+
+    def obstacle(self, before: Role, after: Role) -> str:
+        """See Launcher."""
+        had, wanted = self._plan.engines[before], self._plan.engines[after]
+        if had.dtype != wanted.dtype:
+            return (
+                f"its weights are loaded for dtype {had.dtype}, a {after} worker's are "
+                f"{wanted.dtype}"
+            )
+        place, other = self._plan.placements[before], self._plan.placements[after]
+        if place.device != other.device:
+            return f"its weights are on {place.device}, a {after} worker's are on {other.device}"
+        has, asks = (", ".join(p.demand.parts()) or "nothing" for p in (place, other))
+        if has != asks:
+            return f"its place was chosen for {has}, a {after} worker asks for {asks}"
+        return ""
+
     def drain(self, name: str, timeout_s: float) -> None:
         """See Launcher."""
-        self._spawn(self._drain(name, timeout_s))
+        self._spawn(self._drain(name, timeout_s, stops=True))
+
+    def retire(self, name: str, timeout_s: float) -> None:
+        """See Launcher."""
+        self._spawn(self._drain(name, timeout_s, stops=False))
 
     def kill(self, name: str) -> None:
         """See Launcher."""
@@ -113,14 +141,16 @@ class RayLauncher:
         for name in names:
             self.kill(name)
 
-    async def _live(self, name: str, role: Role) -> None:
+    async def _live(self, name: str, role: Role, *, is_new: bool = True) -> None:
         try:
-            handle = await self._actor(name, role)
+            handle = await self._actor(name, role) if is_new else self._handles[name]
             if handle is None:
                 return
-            self._processes[name] = await handle.placed.remote()
+            if is_new:
+                self._processes[name] = await handle.placed.remote()
             started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
+            self._spawn(self._await_leaving(name, handle))
             await handle.watch.remote()
         except RayActorError as error:
             self._ended.add(name)
@@ -195,11 +225,19 @@ class RayLauncher:
         worker: StartedWorker = await start
         return worker
 
-    async def _drain(self, name: str, timeout_s: float) -> None:
+    async def _await_leaving(self, name: str, handle: Any) -> None:  # noqa: ANN401  # as above
+        try:
+            await handle.leaving.remote()
+        except RayError:
+            return  # `_live` reports the death
+        self.controller.on_leaving(name, time.monotonic())
+
+    async def _drain(self, name: str, timeout_s: float, *, stops: bool) -> None:
         handle = self._handles[name]
         try:
             await asyncio.wait_for(handle.drain.remote(timeout_s), timeout_s + 1)
-            await asyncio.wait_for(handle.stop.remote(STOP_GRACE_S), STOP_GRACE_S + 1)
+            if stops:
+                await asyncio.wait_for(handle.stop.remote(STOP_GRACE_S), STOP_GRACE_S + 1)
         except RayActorError:
             return  # `_live` reports the death
         except (RayError, TimeoutError) as error:

@@ -12,13 +12,19 @@ import psutil
 import ray
 
 from legato.cluster.actors.logs import begin_logging
+from legato.cluster.actors.termination import at_sigterm
 from legato.cluster.actors.worker_process import WorkerProcess
 from legato.cluster.controller import StartedWorker
+from legato.cluster.pool import ControllerOptions
 
 if TYPE_CHECKING:
     from legato.cluster.actors.plans import WorkerPlan
     from legato.cluster.control_plane import Role
     from legato.worker.config import WorkerConfig
+
+EXIT_SECOND_SIGNAL = 130
+# After its drain, for the controller to end the process; then it does so itself.
+END_ALONE_S = 5.0
 
 
 def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
@@ -59,6 +65,8 @@ class WorkerActor:
         self._server: Any = None
         self._loading = ""
         self._measures = False
+        self._leaving = asyncio.Event()  # SIGTERM came
+        self._ending: asyncio.Task[None] | None = None
 
     async def placed(self) -> WorkerProcess:
         """Answers as soon as Ray has found a place."""
@@ -66,17 +74,26 @@ class WorkerActor:
         return WorkerProcess(ray.get_runtime_context().get_node_id(), me.pid, me.create_time())
 
     async def start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
-        """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
+        """Loads the model and serves; raises ValueError or OSError where the model is wrong.
+
+        Of one that serves: ends that, and serves again in another role with the model it has.
+        """
         # Here, not above: the router's and the controller's processes need no torch.
         from legato.worker.server import WorkerServer
         from legato.worker.spare_memory import keep_objects
 
         begin_logging()
         config = worker_config(role, plan)
-        server = WorkerServer(config, on_progress=partial(self._note_progress, config))
+        if self._server is None:
+            server = WorkerServer(config, on_progress=partial(self._note_progress, config))
+        else:
+            await self._server.stop(0)
+            server = await self._server.successor(config)
         address = await server.start()
         keep_objects()
         self._server = server
+        loop = asyncio.get_running_loop()
+        at_sigterm(lambda: loop.call_soon_threadsafe(self._leave))
         return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
 
     async def loading(self) -> str:
@@ -96,6 +113,22 @@ class WorkerActor:
         """Ends the server; the process ends with the actor."""
         if self._server is not None:
             await self._server.stop(grace_s)
+
+    async def leaving(self) -> None:
+        """Returns when the process was told to end: it drains."""
+        await self._leaving.wait()
+
+    def _leave(self) -> None:
+        if self._leaving.is_set():
+            os._exit(EXIT_SECOND_SIGNAL)
+        self._leaving.set()
+        self._ending = asyncio.get_running_loop().create_task(self._end_alone())
+
+    async def _end_alone(self) -> None:
+        """The controller, which knows by then, ends it first, unless that is lost."""
+        await self._server.drain(ControllerOptions().drain_timeout_s)
+        await asyncio.sleep(END_ALONE_S)
+        os._exit(0)
 
     async def watch(self) -> None:
         """Never returns: the call fails at the moment when the process ends."""

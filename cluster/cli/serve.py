@@ -12,7 +12,7 @@ import typer
 from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
-from legato.cluster.cli.pool_options import check_pools
+from legato.cluster.cli.pool_options import check_pools, check_sizes
 from legato.cluster.cli.progress import TerminalProgress
 from legato.cluster.config import KV_WIRES, WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
@@ -33,8 +33,17 @@ def serve(
             help="A Hugging Face folder, a hub id, a .gguf file, or `demo` for the demo model."
         ),
     ],
-    prefill: Annotated[int, typer.Option(min=1, max=1024, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, max=1024, help="Decode workers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, max=1024, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, max=1024, help="Decode workers.")] = 1,
+    colocated: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1024,
+            help="Workers that compute prompts and decode: alone with --prefill 0 --decode 0, "
+            "or beside the others.",
+        ),
+    ] = 0,
     host: Annotated[
         str, typer.Option(help="Where clients reach it. There is no authentication.")
     ] = "127.0.0.1",
@@ -138,7 +147,7 @@ def serve(
     ] = None,
     max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a decode step.")] = 256,
     prefill_chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens of a prefill step.")
+        int, typer.Option(min=1, help="Prompt tokens of a step in which nothing is decoded.")
     ] = 2048,
     prefix_cache: Annotated[
         bool,
@@ -181,6 +190,10 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    colocated_resources: Annotated[
+        str | None,
+        typer.Option(help="The same of a colocated worker.", show_default=False),
+    ] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until every worker must be ready.")
     ] = 120.0,
@@ -206,6 +219,8 @@ def serve(
         legato serve --model org/name --ray-address auto --device cuda
 
         legato serve --model org/name --ray-address auto --decode-resources GPU=0,CPU=16
+
+        legato serve --model demo --colocated 2 --prefill 0 --decode 0
     """
     if kv_lane not in ("auto", "grpc"):
         raise typer.BadParameter(f"must be auto or grpc, got {kv_lane!r}", param_hint="--kv-lane")
@@ -219,6 +234,7 @@ def serve(
         raise typer.BadParameter(
             f"must be one of {', '.join(WEIGHTS)}, got {weights!r}", param_hint="--weights"
         )
+    check_sizes(prefill, decode, colocated)
     check_pools((dtype, kv_cache), (decode_dtype, decode_kv_cache), kv_wire, weights)
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
         raise typer.BadParameter(
@@ -243,12 +259,14 @@ def serve(
         model=model,
         prefill_workers=prefill,
         decode_workers=decode,
+        colocated_workers=colocated,
         ray_address=ray_address,
         worker_host=worker_host,
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
         prefill_resources=_demand(prefill_resources, "--prefill-resources"),
         decode_resources=_demand(decode_resources, "--decode-resources"),
+        colocated_resources=_demand(colocated_resources, "--colocated-resources"),
         start_timeout_s=start_timeout,
         restart=restart,
         engine=EngineOptions(

@@ -21,6 +21,8 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
         f"refused, {router.moved} moved",
     ]
     for pool in answer.pools:
+        if not pool.target and not pool.workers and not pool.message and len(answer.pools) > 2:
+            continue  # there is a colocated pool, and this one is not wanted
         text = pool.message or f"{pool.ready} of {pool.target} ready"
         asked = sum(worker.load.prefix_blocks_asked for worker in pool.workers)
         hit = sum(worker.load.prefix_blocks_hit for worker in pool.workers)
@@ -107,7 +109,7 @@ def short_id(worker_id: str) -> str:
 
 
 def role_name(role: int) -> str:
-    """`prefill` or `decode`."""
+    """`prefill`, `decode` or `colocated`."""
     from legato.protos import common_pb2
 
     return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()  # type: ignore[arg-type]  # enum values are ints at run time

@@ -15,6 +15,7 @@ from worker_process import WorkerProcess, worker_process
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.role_change import RoleChange, UnknownWorkerError
 from legato.cluster.router import Router
 from legato.cluster.text.model_text import ModelText
 from legato.protos import (
@@ -37,6 +38,7 @@ NO_PROXY = (("grpc.enable_http_proxy", 0),)
 ROLES = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 
 
@@ -96,6 +98,9 @@ class StaticControl:
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         return targets
 
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        raise UnknownWorkerError("nothing here changes its role")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         return None
 
@@ -112,16 +117,23 @@ class LocalService:
         *,
         prefill: int = 1,
         decode: int = 1,
+        colocated: int = 0,
         worker_args: Sequence[str] = (),
         prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
+        colocated_args: Sequence[str] = (),
         options: RouterOptions | None = None,
     ) -> None:
         self.model = Path(model)
-        self.counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
+        self.counts: dict[Role, int] = {
+            "prefill": prefill,
+            "decode": decode,
+            "colocated": colocated,
+        }
         self.args: dict[Role, list[str]] = {
             "prefill": [*worker_args, *prefill_args],
             "decode": [*worker_args, *decode_args],
+            "colocated": [*worker_args, *colocated_args],
         }
         self.options = options or RouterOptions(port=0, local_prefill_tokens=0)
         self.control = StaticControl()

@@ -15,6 +15,7 @@ from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
 from legato.cluster.request import ModelLimits, RequestSpec
 from legato.cluster.resumption import parse_resumption
+from legato.cluster.role_change import RoleChange
 from legato.cluster.router import Router
 from legato.cluster.timings import Phase
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
@@ -100,6 +101,8 @@ class FakeControl:
         self.lost: list[tuple[str, str]] = []
         self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
         self.shutdowns: list[float] = []
+        self.role_changes: list[tuple[str, Role]] = []
+        self.refusal: ValueError | None = None  # of a change of role
         self.pools_delay_s = 0.0
         self.told: list[cluster_pb2.PoolStatus] = []
 
@@ -110,6 +113,12 @@ class FakeControl:
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         self.targets.update(targets)
         return self.targets
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        self.role_changes.append((worker_id, role))
+        if self.refusal is not None:
+            raise self.refusal
+        return RoleChange(f"{worker_id}-in-full", self.targets)
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         self.shutdowns.append(drain_timeout_s)

@@ -19,7 +19,7 @@ from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.operate import parse_targets
-from legato.cluster.cli.status_table import short_id
+from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
 from legato.cluster.config import EngineOptions, ServiceConfig
@@ -36,6 +36,7 @@ from legato.protos import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+COLOCATED = common_pb2.WORKER_ROLE_COLOCATED
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
 
@@ -333,6 +334,27 @@ def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captur
             assert error.count("\n") == 1
 
 
+def test_of_several_routers_one_that_is_there_is_asked(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]},127.0.0.1:{run.port}"
+        for _ in range(2):
+            assert run.bare("generate", "hello", "--raw", "--address", address) == 0
+        assert run.bare("status", "--address", address) == 0
+    assert capsys.readouterr().out.startswith("two wördstwo wörds")
+    assert len(service.requests) == 2
+
+
+@pytest.mark.parametrize("address", ["nowhere", "a:1,b", "a:99999", "a:1,,b:2"])
+def test_a_wrong_address_is_refused(run: Runner, capsys: Captured, address: str) -> None:
+    assert run.bare("status", "--address", address) == 2
+    error = capsys.readouterr().err
+    assert "must be host:port, or several with commas between them" in error
+    assert repr(address) in error
+
+
 def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -371,6 +393,13 @@ def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys:
     assert service.targets == {PREFILL: 1, DECODE: 3}
     assert capsys.readouterr().out == "target: prefill 1, decode 3\n"
     service.ready = False
+    assert run("scale", "prefill=0") == 0
+    assert "nothing is served with no prefill worker" in capsys.readouterr().err
+    assert run("scale", "colocated=2") == 0
+    assert service.targets == {PREFILL: 0, DECODE: 3, COLOCATED: 2}
+    said = capsys.readouterr()
+    assert said.out == "target: prefill 0, decode 3, colocated 2\n"
+    assert said.err == ""
     assert run("scale", "decode=4", "--wait", "0.3") == 1
     assert "not there within 0.3 s: decode: 0 of 1 ready" in capsys.readouterr().err
 
@@ -389,6 +418,17 @@ def test_targets_of_zero_are_set_not_absent() -> None:
     (target,) = parse_targets(["prefill=0"])
     assert target.HasField("target")
     assert target.target == 0
+
+
+def test_status_hides_a_pool_that_a_colocated_one_stands_for() -> None:
+    answer = cluster_pb2.GetStatusResponse(
+        pools=[
+            cluster_pb2.PoolStatus(role=PREFILL),
+            cluster_pb2.PoolStatus(role=DECODE, message="1 draining"),
+            cluster_pb2.PoolStatus(role=COLOCATED, target=2, ready=2),
+        ]
+    )
+    assert status_lines(answer)[2:] == ["decode: 1 draining", "colocated: 2 of 2 ready"]
 
 
 def test_stop_waits_until_the_port_is_closed(
@@ -431,7 +471,9 @@ def test_stop_waits_until_the_port_is_closed(
         (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
         (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
         (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
-        (["--decode", "0"], "greater than or equal to 1, got '0' (see"),
+        (["--decode", "0"], "--decode: 0 serves nothing, whatever --prefill is: it needs a"),
+        (["--prefill", "0", "--decode", "3"], "--prefill: 0 serves nothing"),
+        (["--block-size", "0"], "greater than or equal to 1, got '0' (see"),
         (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
         (["--admission-risk", "much"], "as a number, got 'much' (see"),
     ],
@@ -472,7 +514,7 @@ def test_version_and_help(run: Runner, capsys: Captured) -> None:
     assert capsys.readouterr().out.strip()
     assert run.bare("--help") == 0
     text = capsys.readouterr().out
-    for command in ("serve", "generate", "status", "scale", "stop", "demo"):
+    for command in ("serve", "generate", "status", "scale", "role", "stop", "demo"):
         assert command in text
 
 

@@ -3,61 +3,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from controller_world import FakeLauncher, World
 
 from legato.cluster.controller import Controller, StartedWorker
 from legato.cluster.pool import ControllerOptions, WorkerState
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
-    from legato.cluster.control_plane import Role, WorkerEndpoint
+    from legato.cluster.control_plane import Role
 
 OPTIONS = ControllerOptions()
-
-
-class FakeLauncher:
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.shortage = ""
-        self.no_room: set[str] = set()
-
-    def start(self, name: str, role: Role) -> None:
-        self.log.append(f"start {name}")
-
-    def drain(self, name: str, timeout_s: float) -> None:
-        self.log.append(f"drain {name}")
-
-    def kill(self, name: str) -> None:
-        self.log.append(f"kill {name}")
-
-    def waiting_for(self, name: str) -> str:
-        return self.shortage
-
-    def lacks_room(self, name: str) -> bool:
-        return name in self.no_room
-
-    def take(self) -> list[str]:
-        log, self.log = self.log, []
-        return log
-
-
-class World:
-    """A controller, its launcher, and what the router was told."""
-
-    def __init__(self, prefill: int = 1, decode: int = 1, *, restart: bool = True) -> None:
-        self.launcher = FakeLauncher()
-        self.published: list[tuple[WorkerEndpoint, ...]] = []
-        targets: dict[Role, int] = {"prefill": prefill, "decode": decode}
-        options = ControllerOptions(restart=restart)
-        self.controller = Controller(self.launcher, self.published.append, targets, options)
-        self.controller.step(0.0)
-
-    def ready(self, *names: str, now_s: float = 1.0) -> None:
-        for name in names:
-            started = StartedWorker(f"id-{name}", f"127.0.0.1:{len(name)}", 100, "here")
-            self.controller.on_ready(name, started, now_s)
-
-    def ids(self) -> list[str]:
-        return [f"{w.worker_id}{' draining' * w.draining}" for w in self.published[-1]]
 
 
 def test_it_starts_what_is_missing_and_publishes_what_is_ready() -> None:
@@ -374,3 +329,29 @@ def _may(state: WorkerState, following: WorkerState) -> bool:
         return state.to(following) is following
     except ValueError:
         return False
+
+
+def test_a_worker_that_is_told_to_end_drains_and_is_replaced_at_once() -> None:
+    world = World(prefill=1, decode=2)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.launcher.take()
+    world.controller.on_leaving("decode-1", 2.0)
+    assert world.ids() == ["id-prefill-1", "id-decode-1 draining", "id-decode-2"]
+    assert world.launcher.take() == ["drain decode-1", "start decode-3"]
+    world.controller.on_leaving("decode-1", 2.1)  # told twice
+    assert world.launcher.take() == []
+    world.controller.on_drained("decode-1", 3.0)
+    assert world.ids() == ["id-prefill-1", "id-decode-2"]
+    assert world.launcher.take() == ["kill decode-1"]
+    world.controller.on_leaving("decode-1", 3.1)  # old news
+    assert world.launcher.take() == []
+
+
+def test_one_that_was_told_to_end_and_is_gone_before_it_had_drained_is_no_failed_start() -> None:
+    world = World()
+    world.ready("prefill-1", "decode-1", now_s=1.0)
+    world.controller.on_leaving("decode-1", 1.5)
+    world.launcher.take()
+    world.controller.on_dead("decode-1", "its process ended", 2.0)
+    assert world.launcher.take() == ["kill decode-1"]
+    assert world.controller.pools(2.0)[1].message == "0 of 1 ready; 1 starting"

@@ -92,7 +92,7 @@ async def test_a_stream_without_its_end_is_moved(fault: str) -> None:
         decode.faults.end_at = 7
     else:
         decode.faults.cut_short_at = 7
-    other.phase = common_pb2.WORKER_PHASE_DRAINING  # until the first attempt runs
+    other.phase = common_pb2.WORKER_PHASE_STARTING  # until the first attempt runs
     async with Service([FakeWorker("prefill")], [decode, other]) as service:
         reading = asyncio.create_task(collect(service, ask("hello", 30)))
         await until(lambda: decode.num_tokens_sent > 0)

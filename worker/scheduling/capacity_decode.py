@@ -68,9 +68,10 @@ class CapacityScheduler:
         host_pool: BlockPool | None = None,
         *,
         mixes_prompts: bool = True,
+        chunk_tokens: int = 0,
     ) -> None:
         """`host_pool`: slots of one block each in the host's memory; None: nobody is swapped.
-        `mixes_prompts`: see `PromptPieces`.
+        `mixes_prompts`, `chunk_tokens`: see `PromptPieces`.
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -83,7 +84,7 @@ class CapacityScheduler:
         self._preemption = Preemption(pool, ledger, host_pool, self._live)
         self._generated = GeneratedBlocks(pool, ledger.block_size)
         self._parking = Parking(self._live)
-        self._pieces = PromptPieces(self._live, mixes=mixes_prompts)
+        self._pieces = PromptPieces(self._live, mixes=mixes_prompts, chunk_tokens=chunk_tokens)
         self._forks: dict[Sequence, BlockCopy] = {}  # to run with the next decision
 
     @property

@@ -55,7 +55,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         """Reserve → ticket; Start and the KV (or with local prefill FirstToken) → Joined; then each
         answer's Tokens up to its end.
         """
-        if self._identity.role != "decode":
+        if self._identity.role == "prefill":
             raise wrong_role("Decode", self._identity.role)
         reserve = (await _next_command(request_iterator, "reserve")).reserve
         key = read_key(reserve.key)
