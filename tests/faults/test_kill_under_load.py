@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kill_rig import KillRig
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 FULL = os.environ.get("LEGATO_KILLS") == "full"
 NUM_STREAMS = 1000 if FULL else 150

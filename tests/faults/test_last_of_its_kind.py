@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from history import CallHistory
     from kill_rig import KillRig
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 NUM_REQUESTS = 100
 AT_ONCE = 24

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from served import Served
     from workload import Pump
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 AT_ONCE = 16
 DEATH_BOUND_S, HANG_BOUND_S = 0.5, 3.0
