@@ -55,7 +55,9 @@ async def kill_under_load(rig: KillRig, text: ModelText) -> None:
     num_lines = len(rig.lines())
     for request in requests:
         request.request_id = f"again {request.request_id}"
-    killing = asyncio.create_task(rig.strike_at_random(PERIOD_S, MOST_KILLS, random.Random(3)))
+    killing = asyncio.create_task(
+        rig.strike_at_random(PERIOD_S, MOST_KILLS, least_alive=3, dice=random.Random(3))
+    )
     started_s = time.monotonic()
     calls = await run_all(
         rig.address, requests, at_once=AT_ONCE, timeout_s=DEADLINE_S, cancel_every=CANCEL_EVERY

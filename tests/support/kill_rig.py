@@ -63,16 +63,19 @@ class KillRig:
         self.strikes.append(strike)
         return strike
 
-    async def strike_at_random(self, period_s: float, most: int, dice: random.Random) -> None:
+    async def strike_at_random(
+        self, period_s: float, most: int, least_alive: int, dice: random.Random
+    ) -> None:
         """Kills one random worker of either pool again and again, until cancelled.
 
-        It may be the last of its pool; but the next is killed only once there is one again, since
-        on a slow machine nobody would ever live else.
+        It may be the last of its pool. On a slow machine, where a start takes longer than the period,
+        the next kill waits until so many are alive, and some in each pool: else nobody ever lived.
         """
         while len(self.strikes) < most:
             await asyncio.sleep(period_s * dice.uniform(0.5, 1.5))
             workers = await self.workers()
-            if {ROLES[worker.role] for worker in workers} == set(ROLES.values()):
+            roles = {ROLES[worker.role] for worker in workers}
+            if len(workers) >= least_alive and roles == set(ROLES.values()):
                 self.strike(dice.choice(workers), signal.SIGKILL)
 
     async def until_ready(self, prefill: int, decode: int) -> None:
