@@ -68,8 +68,9 @@ class KillRig:
     ) -> None:
         """Kills one random worker of either pool again and again, until cancelled.
 
-        It may be the last of its pool. On a slow machine, where a start takes longer than the period,
-        the next kill waits until so many are alive, and some in each pool: else nobody ever lived.
+        It may be the last of its pool. Where a start takes longer than the period, on a slow
+        machine, the next kill waits until so many are alive, and some in each pool: else nobody
+        ever lived.
         """
         while len(self.strikes) < most:
             await asyncio.sleep(period_s * dice.uniform(0.5, 1.5))
