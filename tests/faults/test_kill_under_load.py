@@ -14,7 +14,7 @@ from history import check_all
 from kill_rig import kill_rig, logged_service
 from owners import hits_of
 from tiny_models import make_llama_folder
-from workload import mixed, run_all
+from workload import again, mixed, run_all
 
 from legato.cluster.text.model_text import ModelText
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 FULL = os.environ.get("LEGATO_KILLS") == "full"
-NUM_STREAMS = 1000 if FULL else 150
+NUM_STREAMS, NUM_PROMPTS = (1000, 250) if FULL else (150, 75)
 MIN_KILLS, MOST_KILLS = (20, 60) if FULL else (4, 6)
 AT_ONCE = 24
 PERIOD_S = 3.0 if FULL else 1.5  # between two kills, on average
@@ -46,15 +46,16 @@ async def test_kills_under_load_lose_and_double_nothing(tmp_path: Path) -> None:
 
 
 async def kill_under_load(rig: KillRig, text: ModelText) -> None:
-    requests = mixed(NUM_STREAMS, seed=7)
+    requests = mixed(NUM_PROMPTS, seed=7, longest_prompt=400, longest_answer=200)
     started_s = time.monotonic()
     before = await run_all(rig.address, requests, at_once=AT_ONCE)
     quiet_s = time.monotonic() - started_s
     assert check_all(before, {}, text.decode) == []
     assert await rig.check_owners(before) == []
     num_lines = len(rig.lines())
-    for request in requests:
-        request.request_id = f"again {request.request_id}"
+    requests = [
+        again(requests[number % NUM_PROMPTS], f" {number}") for number in range(NUM_STREAMS)
+    ]
     killing = asyncio.create_task(
         rig.strike_at_random(PERIOD_S, MOST_KILLS, least_alive=3, dice=random.Random(3))
     )
@@ -65,7 +66,8 @@ async def kill_under_load(rig: KillRig, text: ModelText) -> None:
     struck_s = time.monotonic() - started_s
     killing.cancel()
     await asyncio.wait({killing})
-    references = {f"again {call.request_id}": call for call in before}
+    by_prompt = {call.request_id: call for call in before}
+    references = {call.request_id: by_prompt[call.request_id.split()[0]] for call in calls}
     wrong = check_all(calls, references, text.decode)
     wrong += await rig.check_owners(calls)
     hits = hits_of(rig.lines()[num_lines:], rig.strikes)

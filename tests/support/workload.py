@@ -66,6 +66,15 @@ def mixed(
     return requests
 
 
+def again(request: generation_pb2.GenerateRequest, name: str) -> generation_pb2.GenerateRequest:
+    """The same under another id, which shares no KV with the first; its answer is the same."""
+    copy = generation_pb2.GenerateRequest()
+    copy.CopyFrom(request)
+    copy.request_id += name
+    copy.cache_salt += name
+    return copy
+
+
 async def record(
     client: RawClient,
     request: generation_pb2.GenerateRequest,
@@ -173,10 +182,7 @@ async def pump(
         async def one_after_the_other() -> None:
             while not stopped.is_set():
                 number = next(counter)
-                request = generation_pb2.GenerateRequest()
-                request.CopyFrom(requests[number % len(requests)])
-                request.request_id += f" {name} {number}"
-                request.cache_salt += f" {name} {number}"
+                request = again(requests[number % len(requests)], f" {name} {number}")
                 it.calls.append(await record(client, request, timeout_s=timeout_s))
 
         async with asyncio.TaskGroup() as tasks:
