@@ -7,19 +7,19 @@ import json
 import os
 import signal
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from owners import Strike, check_owners
+from raw_client import RawClient
 from served import Served
 
-from legato.cluster.client import AsyncClient
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Iterable, Iterator
     from pathlib import Path
 
     from history import CallHistory
@@ -38,7 +38,7 @@ class KillRig:
     """Use `kill_rig`. `strikes` is what was done so far."""
 
     served: Served
-    client: AsyncClient
+    client: RawClient
     log: Path
     strikes: list[Strike] = field(default_factory=list)
 
@@ -63,16 +63,20 @@ class KillRig:
         self.strikes.append(strike)
         return strike
 
-    async def strike_at_random(self, period_s: float, most: int, dice: random.Random) -> None:
+    async def strike_at_random(
+        self, period_s: float, most: int, least_alive: int, dice: random.Random
+    ) -> None:
         """Kills one random worker of either pool again and again, until cancelled.
 
-        It may be the last of its pool; but the next is killed only once there is one again, since
-        on a slow machine nobody would ever live else.
+        It may be the last of its pool. Where a start takes longer than the period, on a slow
+        machine, the next kill waits until so many are alive, and some in each pool: else nobody
+        ever lived.
         """
         while len(self.strikes) < most:
             await asyncio.sleep(period_s * dice.uniform(0.5, 1.5))
             workers = await self.workers()
-            if {ROLES[worker.role] for worker in workers} == set(ROLES.values()):
+            roles = {ROLES[worker.role] for worker in workers}
+            if len(workers) >= least_alive and roles == set(ROLES.values()):
                 self.strike(dice.choice(workers), signal.SIGKILL)
 
     async def until_ready(self, prefill: int, decode: int) -> None:
@@ -90,14 +94,24 @@ class KillRig:
         text = self.log.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    async def until_told(self, is_it: Callable[[dict[str, Any]], bool], bound_s: float) -> float:
-        """When the log told of the first line that is such a one, in Unix time."""
+    async def until_lost(self, strike: Strike, bound_s: float) -> float:
+        """Seconds from the strike until the router counted no more on its worker."""
         async with asyncio.timeout(bound_s):
             while True:
                 for line in self.lines():
-                    if is_it(line):
-                        return float(line["at_s"])
-                await asyncio.sleep(0.02)
+                    is_it = line.get("worker") == strike.worker_id
+                    if is_it and line["state"] != "ready" and line["at_s"] >= strike.at_s:
+                        return float(line["at_s"]) - strike.at_s
+                await asyncio.sleep(0.05)
+
+    async def until_gone(self, worker_id: str, bound_s: float) -> None:
+        """The controller has it no more."""
+        async with asyncio.timeout(bound_s):
+            while True:
+                pools = (await self.client.status()).pools
+                if all(w.worker_id != worker_id for pool in pools for w in pool.workers):
+                    return
+                await asyncio.sleep(0.05)
 
     async def check_owners(self, calls: Iterable[CallHistory]) -> list[str]:
         """Of all requests so far, once the router has let go of the last."""
@@ -108,19 +122,20 @@ class KillRig:
         return check_owners(self.lines(), cancels)
 
 
-@asynccontextmanager
-async def kill_rig(
+@contextmanager
+def logged_service(
     model: Path, folder: Path, *words: str, prefill: int, decode: int
-) -> AsyncIterator[KillRig]:
-    """A service with so many workers; ended with the block."""
+) -> Iterator[tuple[Served, Path]]:
+    """A service with so many workers, and its request log; ended with the block."""
     log = folder / "requests.jsonl"
     pools = ("--prefill", str(prefill), "--decode", str(decode))
-    logged = ("--request-log", str(log))
-    served = await asyncio.to_thread(
-        Served, folder / "serve.log", "--model", str(model), *pools, *SMALL, *logged, *words
-    )
-    try:
-        async with AsyncClient(served.address) as client:
-            yield KillRig(served, client, log)
-    finally:
-        await asyncio.to_thread(served.__exit__)
+    words = ("--model", str(model), *pools, *SMALL, "--request-log", str(log), *words)
+    with Served(folder / "serve.log", *words) as served:
+        yield served, log
+
+
+@asynccontextmanager
+async def kill_rig(served: Served, log: Path) -> AsyncIterator[KillRig]:
+    """A hand over it, and a client."""
+    async with RawClient(served.address) as client:
+        yield KillRig(served, client, log)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
-from history import CallHistory, Piece
+from history import CallHistory, Piece, check_all
+from raw_client import RawClient
 
-from legato.cluster.client import AsyncClient
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 VOCABULARY = 256  # of plain bytes: see tiny_models
 STOPS = ("q", "Z", "%", "th", "e ", "a1", "(x", "=>")
@@ -63,8 +66,17 @@ def mixed(
     return requests
 
 
+def again(request: generation_pb2.GenerateRequest, name: str) -> generation_pb2.GenerateRequest:
+    """The same under another id, which shares no KV with the first; its answer is the same."""
+    copy = generation_pb2.GenerateRequest()
+    copy.CopyFrom(request)
+    copy.request_id += name
+    copy.cache_salt += name
+    return copy
+
+
 async def record(
-    client: AsyncClient,
+    client: RawClient,
     request: generation_pb2.GenerateRequest,
     *,
     timeout_s: float,
@@ -124,7 +136,7 @@ async def run_all(
 ) -> list[CallHistory]:
     """All of them, so many at a time. Each `cancel_every`-th is cancelled half-way."""
     free = asyncio.Semaphore(at_once)
-    async with AsyncClient(address) as client:
+    async with RawClient(address) as client:
 
         async def one(index: int, request: generation_pb2.GenerateRequest) -> CallHistory:
             cancelled = cancel_every and index % cancel_every == cancel_every - 1
@@ -133,3 +145,50 @@ async def run_all(
                 return await record(client, request, timeout_s=timeout_s, cancel_after=cancel_after)
 
         return await asyncio.gather(*(one(i, request) for i, request in enumerate(requests)))
+
+
+@dataclass
+class Pump:
+    """Keeps a service busy with the same requests again and again; `calls` are those that ended."""
+
+    calls: list[CallHistory] = field(default_factory=list)
+
+    def wrong(
+        self,
+        references: Mapping[str, CallHistory],
+        decode: Callable[[Sequence[int]], str],
+    ) -> list[str]:
+        """What is, of all calls; `references` by the first part of the requests' ids."""
+        wrong: list[str] = []
+        for call in self.calls:
+            reference = references[call.request_id.partition(" ")[0]]
+            wrong += check_all([call], {call.request_id: reference}, decode)
+        return wrong
+
+
+@asynccontextmanager
+async def pump(
+    address: str,
+    requests: Sequence[generation_pb2.GenerateRequest],
+    name: str,
+    *,
+    at_once: int,
+    timeout_s: float = 120.0,
+) -> AsyncIterator[Pump]:
+    """Runs during the block; at its end no new ones begin, and all have ended."""
+    it, counter, stopped = Pump(), itertools.count(), asyncio.Event()
+    async with RawClient(address) as client:
+
+        async def one_after_the_other() -> None:
+            while not stopped.is_set():
+                number = next(counter)
+                request = again(requests[number % len(requests)], f" {name} {number}")
+                it.calls.append(await record(client, request, timeout_s=timeout_s))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(at_once):
+                tasks.create_task(one_after_the_other())
+            try:
+                yield it
+            finally:
+                stopped.set()
