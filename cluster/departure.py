@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from legato.cluster.request_life import RequestLife
 
 
-# The word that it is parked comes behind all its tokens, which a slow client may hold up.
-PARK_TIMEOUT_S = 5.0
+# The word that it is parked comes behind all its tokens, which a slow client may hold up: that one
+# has something to read meanwhile. It does not hold up others that are to leave for longer than
+# this.
+SLOW_S = 1.0
+PARK_TIMEOUT_S = 20.0
 TICKET_TIMEOUT_S = 2.0  # the answer stands still meanwhile
 AGAIN_S = 0.5  # after a move that failed
 
@@ -136,14 +139,20 @@ class Departure:
 
     async def run(self) -> None:
         """Returns where it failed; where the KV arrives it is cancelled, after `arrive`."""
+        turn = _Turn(self._source.view.leaving)
         try:
-            placement = await self._place()
+            await turn.take()
+            await self._move_on(turn)
         except RequestError as error:
             log.info("request %s: no place to move to: %s", self._life.spec.request_id, error)
-            return
+        finally:
+            turn.give_back()
+
+    async def _move_on(self, turn: _Turn) -> None:
+        placement = await self._place()
         target: DecodeCall | None = None
         try:
-            await self._pause()
+            await self._pause(turn)
             assert placement.decode is not None, "there is something to decode"
             target = DecodeCall(placement.decode, self._life.seconds_left())
             ticket = await self._ticket(target, placement)
@@ -175,14 +184,20 @@ class Departure:
         kept = replace(self._placement, prefill=self._source.view)
         return await self._life.admission.place(answer.entry, demand, first=False, keep=kept)
 
-    async def _pause(self) -> None:
-        self._paused_at_s = time.monotonic()
+    async def _pause(self, turn: _Turn) -> None:
         self._source.pause(self._number, self._move)
+        parked = asyncio.create_task(self._parked.wait())
         try:
-            async with asyncio.timeout(PARK_TIMEOUT_S):
-                await self._parked.wait()
-        except TimeoutError:
-            raise _MoveFailedError(f"it was not parked within {PARK_TIMEOUT_S:g} s") from None
+            await asyncio.wait({parked}, timeout=SLOW_S)
+            if not parked.done():
+                turn.give_back()
+                await asyncio.wait({parked}, timeout=PARK_TIMEOUT_S - SLOW_S)
+                if not parked.done():
+                    raise _MoveFailedError(f"it was not parked within {PARK_TIMEOUT_S:g} s")
+                await turn.take()
+        finally:
+            parked.cancel()
+        self._paused_at_s = time.monotonic()
 
     async def _ticket(self, target: DecodeCall, placement: Placement) -> worker_pb2.KvTicket:
         spec, answer = self._life.spec, self._answer
@@ -242,6 +257,25 @@ class Departure:
         else:
             error.view.full = True
         self._answer.avoid |= {error.view.worker_id}
+
+
+class _Turn:
+    """One of the places among those that leave a worker at once."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._is_taken = False
+
+    async def take(self) -> None:
+        """Waits for it."""
+        await self._places.acquire()
+        self._is_taken = True
+
+    def give_back(self) -> None:
+        """Idempotent."""
+        if self._is_taken:
+            self._is_taken = False
+            self._places.release()
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -86,19 +86,18 @@ class Departures:
 
     async def _leave(self, number: int, answer: AnswerLife) -> None:
         """As often as it takes, unless it ends soon by itself."""
-        move, view = 0, self._source.view
+        move = 0
         try:
             while self._is_worth_it(number, answer):
-                async with view.leaving:
-                    move += 1
-                    departure = Departure(
-                        self._life, answer, self._source, self._placement, number, move
-                    )
-                    self._under_way[number] = departure
-                    try:
-                        await departure.run()
-                    finally:
-                        del self._under_way[number]
+                move += 1
+                departure = Departure(
+                    self._life, answer, self._source, self._placement, number, move
+                )
+                self._under_way[number] = departure
+                try:
+                    await departure.run()
+                finally:
+                    del self._under_way[number]
                 await asyncio.sleep(AGAIN_S)
         except WorkerFaultError:
             log.exception("an answer of request %s moves no more", self._life.spec.request_id)

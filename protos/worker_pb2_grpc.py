@@ -144,7 +144,7 @@ class DecodeWorkerServicer:
         Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
         sends Move; the worker sends its KV there. After Moved the answer has ended here; after
         MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
-        silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
+        silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

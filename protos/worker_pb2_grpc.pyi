@@ -104,7 +104,7 @@ class DecodeWorkerStub:
     Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
     sends Move; the worker sends its KV there. After Moved the answer has ended here; after
     MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
-    silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
+    silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
     """
 
 @_typing.type_check_only
@@ -130,7 +130,7 @@ class DecodeWorkerAsyncStub(DecodeWorkerStub):
     Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
     sends Move; the worker sends its KV there. After Moved the answer has ended here; after
     MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
-    silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
+    silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
     """
 
 class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -159,7 +159,7 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
         Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
         sends Move; the worker sends its KV there. After Moved the answer has ended here; after
         MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
-        silence of 5 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
+        silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
         """
 
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -18,7 +18,7 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
         f"legato {answer.version}, owner {answer.owner_pid} on {answer.owner_host}",
         f"requests: {router.queued} queued, {router.in_flight} in flight, {router.completed} "
         f"completed, {router.failed} failed, {router.cancelled} cancelled, {router.refused} "
-        f"refused, {router.moved} moved",
+        f"refused, {router.moved} moved after a loss, {router.moved_with_kv} with their KV",
     ]
     for pool in answer.pools:
         if not pool.target and not pool.workers and not pool.message and len(answer.pools) > 2:

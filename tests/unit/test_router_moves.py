@@ -290,7 +290,9 @@ async def test_no_more_than_a_few_stand_still_at_once() -> None:
         await until(lambda: len(service.router.pool.placeable("decode")) == 1)
         prompts = [chr(ord("a") + n) * 5 for n in range(16)]
         readings = [asyncio.create_task(collect(service, ask(p, NUM_TOKENS))) for p in prompts]
+        source.step_s = 0.2  # none ends before all are there
         await until(lambda: source.open_calls == 16)
+        source.step_s = STEP_S
         target.phase = common_pb2.WORKER_PHASE_READY
         await until(lambda: len(service.router.pool.placeable("decode")) == 2)
         await drain(service, source, "SIGTERM")
@@ -356,6 +358,7 @@ async def test_one_that_ends_soon_stays(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_one_that_is_not_parked_in_time_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departure, "SLOW_S", 0.02)
     monkeypatch.setattr(departure, "PARK_TIMEOUT_S", 0.05)
     pair = decodes(2)
     async with Service([FakeWorker("prefill")], pair) as service:
@@ -365,4 +368,34 @@ async def test_one_that_is_not_parked_in_time_stays(monkeypatch: pytest.MonkeyPa
         await drain(service, source, "scale-in")
         await until(lambda: source.num_resumed > 1)
         check_whole(await reading, "hello", 60)
+        await service.settle()
+
+
+async def test_a_slow_one_holds_up_no_other_and_moves_when_it_is_parked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(departure, "SLOW_S", 0.05)
+    pair = [FakeWorker("decode", step_s=STEP_S, total_blocks=2000) for _ in range(2)]
+    async with Service([FakeWorker("prefill", total_blocks=500)], pair) as service:
+        [source, target] = pair
+        target.phase = common_pb2.WORKER_PHASE_STARTING
+        await until(lambda: len(service.router.pool.placeable("decode")) == 1)
+        prompts = [chr(ord("a") + n) * 5 for n in range(12)]
+        readings = [asyncio.create_task(collect(service, ask(p, NUM_TOKENS))) for p in prompts]
+        source.step_s = 0.2  # none ends before all are there
+        await until(lambda: source.open_calls == 12)
+        source.step_s = STEP_S
+        target.phase = common_pb2.WORKER_PHASE_READY
+        await until(lambda: len(service.router.pool.placeable("decode")) == 2)
+        source.faults.hold_parking = True
+        await drain(service, source, "SIGTERM")
+        view = service.router.pool.view(source.worker_id)
+        assert view is not None
+        await until(lambda: len([r for a in source._attempts.values() for r in a.pauses]) == 12)
+        source.faults.hold_parking = False
+        for prompt, result in zip(prompts, await asyncio.gather(*readings), strict=True):
+            check_whole(result, prompt, NUM_TOKENS)
+            assert result.finish.timings.attempts == 1
+        assert source.num_moved > MOST_LEAVING
+        await until(lambda: not view.leaving.locked() and view.leaving._value == MOST_LEAVING)
         await service.settle()

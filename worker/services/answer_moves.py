@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # A parked answer whose router says nothing goes on here: that it is parked comes behind its tokens,
 # which a slow client may hold up.
-PARKED_FOR_S = 5.0
+PARKED_FOR_S = 20.0
 
 
 @dataclass(eq=False)
