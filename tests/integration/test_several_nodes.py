@@ -141,6 +141,8 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
             back = await decode_pool(client, lambda pool: pool.ready == 2, 60)
             restored_s = time.monotonic() - lost_s[0]
             assert (hosts(back), back.message) == ([decode_nodes[0]] * 2, "")
+            started = nodes.logged(r"worker (decode-\d+) starts")
+            assert started == ["decode-1", "decode-2", "decode-3"], "one was sent to a lost node"
             assert "failed starts" not in gone.message
             disturbed = await load
             finishes = [answer.finish for answer in disturbed if answer.finish is not None]
