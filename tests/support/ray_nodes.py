@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,11 @@ class RayNodes:
     def kill(self, address: str) -> None:
         """Ends its raylet and every process that this one started by SIGKILL, at once."""
         self._ask({"kill": address})
+
+    def logged(self, pattern: str) -> list[str]:
+        """What `pattern` finds in the logs of all processes that Ray started, sorted."""
+        logs = (self._folder / "ray" / "session_latest" / "logs").glob("worker-*.err")
+        return sorted(found for log in logs for found in re.findall(pattern, log.read_text()))
 
     def _ask(self, question: Mapping[str, Any]) -> Any:  # noqa: ANN401  # JSON
         assert self._process.stdin is not None

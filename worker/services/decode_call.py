@@ -177,10 +177,10 @@ class DecodeCall:
                     self._pause(command.pause)
                 case "move":
                     self._spawn(self._move(command.move))
-                case "resume":
+                case "unpark":
                     self._moves.resume(command.unpark)
                 case got:
-                    raise invalid(f"command is {got}, stop, pause, move or resume is expected now")
+                    raise invalid(f"command is {got}, stop, pause, move or unpark is expected now")
 
     def _stop(self, answer: int) -> None:
         """Nothing where it has ended: the router cannot know yet."""
