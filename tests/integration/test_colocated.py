@@ -25,7 +25,7 @@ ARGS = ["--block-size", str(BLOCK_SIZE), "--prefill-chunk-tokens", str(CHUNK)]
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200)
 ALONE = {"prefill": 0, "decode": 0, "colocated": 1}
 CASES: tuple[Mapping[str, object], ...] = (
-    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "seed": 1, "logprobs": 3},
     {"temperature": 0.9, "seed": 11, "logprobs": 2},
     {"temperature": 1.1, "seed": 5, "top_k": 40, "presence_penalty": 0.7},
     {"temperature": 0.8, "seed": 2, "repetition_penalty": 1.3, "min_p": 0.01},
@@ -73,7 +73,7 @@ async def test_prompts_of_every_length_equal_the_oracle_alone_and_together(folde
 async def test_sampling_logprobs_and_several_answers_equal_those_of_a_pair(folder: Path) -> None:
     def messages() -> list[generation_pb2.GenerateRequest]:
         made = []
-        for length in (5, 16, 33, 129):
+        for length in (16, 129):
             for case in CASES:
                 for max_tokens, n in ((24, 1), (24, 3), (1, 1), (1, 3)):
                     made.append(
@@ -100,7 +100,7 @@ async def test_sampling_logprobs_and_several_answers_equal_those_of_a_pair(folde
             )
             await service.wait_idle()
     assert found[0] == found[1]
-    assert len(found[0]) == 4 * len(CASES) * 8
+    assert len(found[0]) == 2 * len(CASES) * 8
 
 
 async def test_of_several_answers_the_prompt_is_computed_once(folder: Path) -> None:
@@ -133,22 +133,18 @@ async def test_cancelled_at_random_it_holds_nothing(folder: Path) -> None:
 
 
 async def test_a_worker_that_is_killed_loses_no_stream(folder: Path) -> None:
-    """Two colocated workers and a pair; one colocated worker dies under all its streams."""
-    oracle = load_oracle(folder)
+    """Two colocated workers; one dies under all its streams."""
     prompts = [prompt_of(20 + 9 * i, i) for i in range(12)]
     options = RouterOptions(port=0)
     counts = {"prefill": 0, "decode": 0, "colocated": 2}
     async with LocalService(folder, **counts, worker_args=ARGS, options=options) as service:  # type: ignore[arg-type]  # sizes
-        running = [
-            asyncio.create_task(
-                collect(
-                    service.generation.Generate(
-                        request(prompt, max_tokens=300, ignore_eos=True), timeout=120
-                    )
-                )
-            )
-            for prompt in prompts
-        ]
+
+        async def answer_to(prompt: list[int]) -> Answer:
+            message = request(prompt, max_tokens=300, ignore_eos=True)
+            return await collect(service.generation.Generate(message, timeout=120))
+
+        alone = [(await answer_to(prompt)).token_ids for prompt in prompts]
+        running = [asyncio.create_task(answer_to(prompt)) for prompt in prompts]
         victim = service.workers[0]
         async with asyncio.timeout(30):
             while not any(  # noqa: ASYNC110  # the state is the router's
@@ -160,8 +156,7 @@ async def test_a_worker_that_is_killed_loses_no_stream(folder: Path) -> None:
         answers = await asyncio.gather(*running)
         moved = sum(answer.done.timings.attempts > 1 for answer in answers)
         assert moved >= 3, "no stream ran on the worker that was killed"
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.token_ids == greedy(oracle, prompt, 300)
+        assert [answer.token_ids for answer in answers] == alone
         assert (await service.status()).router.failed == 0
         service.workers.remove(victim)
         await service.wait_idle()
