@@ -29,6 +29,7 @@ from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from legato.cluster.colocation import Apart
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import Role
     from legato.cluster.path_policies import Closed
@@ -223,14 +224,12 @@ class Admission:
             has_prefill = prefill is not None or keeps
             fits = has_prefill and (decode is not None or not demand.decode_tokens)
             if passes and not keeps and alone:
-                pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None = None
-                if fits and decode is not None and closed:
-                    pair = _over_open_path(
+                apart: Apart = (prefill, decode) if fits else None
+                if apart is not None and decode is not None and closed:
+                    apart = _over_open_path(
                         entry, prefills.values(), decodes.values(), everyone, closed
                     )
-                elif fits:
-                    pair = prefill, decode
-                colocated = self._choose_colocated(demand, alone.values(), pair)
+                colocated = self._choose_colocated(demand, alone.values(), apart)
                 if colocated is not None:
                     self._start(entry, colocated, colocated, now)
                     self._refresh(alone, colocated)
@@ -266,7 +265,7 @@ class Admission:
         self,
         demand: Demand,
         workers: Iterable[WorkerSnapshot],
-        pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None,
+        pair: Apart,
     ) -> WorkerSnapshot | None:
         """The colocated worker that the request goes to; None: it goes to the pair, or waits."""
         demand = one_answer(demand)
