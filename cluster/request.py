@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,6 +81,12 @@ class RequestSpec:
             return list(range(self.num_answers))
         return [i for i, received in enumerate(self.resumed.answers) if not received.finished]
 
+    @functools.cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Each ends an answer, once it has min_tokens."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset(eos).union(self.sampling.stop_token_ids)
+
     def end_after(
         self, num_tokens: int, last_token_id: int
     ) -> common_pb2.FinishReason.ValueType | None:
@@ -87,11 +94,7 @@ class RequestSpec:
 
         Stop strings are another matter.
         """
-        sampling = self.sampling
-        is_stop_token = last_token_id in sampling.stop_token_ids or (
-            last_token_id in self.eos_token_ids and not sampling.ignore_eos
-        )
-        if is_stop_token and num_tokens > sampling.min_tokens:
+        if last_token_id in self.end_token_ids and num_tokens > self.sampling.min_tokens:
             return common_pb2.FINISH_REASON_STOP
         return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self.max_tokens else None
 
