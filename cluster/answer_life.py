@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
+    from legato.cluster.load_window import LoadWindow
     from legato.cluster.request import RequestSpec
     from legato.cluster.timings import Phase, PhaseClock
     from legato.cluster.worker_calls import PathFailedError
@@ -34,6 +35,7 @@ class AnswerLife:
     clock: PhaseClock
     send: Send  # hands a message to gRPC; returns when the client's flow control took it
     token_text: Callable[[int], str]
+    window: LoadWindow | None = None  # where its waits are counted, if anywhere
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
@@ -97,7 +99,9 @@ class AnswerLife:
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""
         if delta.token_ids or delta.text:
-            self.clock.mark_first_token()
+            ttft_s = self.clock.mark_first_token()
+            if ttft_s is not None and self.window is not None:
+                self.window.note_first_token(ttft_s)
             await self._tell(generation_pb2.GenerateResponse(delta=delta))
 
     async def finish(self, ending: Ending) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.answer_life import DecodeFigures, enter
 from legato.cluster.handover import Handover
+from legato.cluster.load_window import TokenGaps
 from legato.cluster.policies import prefills_locally
 from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import (
@@ -193,6 +194,8 @@ class Attempt:
         figures_due_s = time.monotonic() + HANDOFF_FIGURES_TIMEOUT_S
         figures = {n: DecodeFigures(a, decode.view.worker_id) for n, a in group.items()}
         stopped: set[int] = set()
+        window = next(iter(group.values())).window
+        gaps = TokenGaps(window, time.monotonic()) if window is not None else None
         while group:
             event = await decode.next_of_answer()
             number = event.answer
@@ -209,6 +212,8 @@ class Attempt:
                 life.go_on_alone(answer)
                 continue
             figures[number].count(event)
+            if gaps is not None:
+                gaps.arrived(number, len(event.tokens), time.monotonic())
             cut_short = event.finish_reason == common_pb2.FINISH_REASON_CANCELLED
             finished = event.finished and not cut_short
             delta, ending = answer.take(event.tokens, event.finish_reason if finished else None)
@@ -225,6 +230,8 @@ class Attempt:
                 if not group:
                     self._close()
             await life.deliver(answer, delta, ending)
+            if gaps is not None:
+                gaps.delivered(time.monotonic())
             if ending is None and cut_short:
                 raise WorkerFailedError(decode.view, "it ended the sequence early")
 

@@ -46,13 +46,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.GetStatusResponse:
         """See cluster.proto. Answers within CONTROL_TIMEOUT_S, whatever the controller does."""
         router = self._router
+        pools, autoscaler = await asyncio.gather(self._pools(), self._autoscaler())
         counters = router.counters
         return cluster_pb2.GetStatusResponse(
             model=router.model_name,
             version=router.version,
             uptime_s=time.monotonic() - router.started_at,
             ready=router.ready,
-            pools=await self._pools(),
+            pools=pools,
             router=cluster_pb2.RouterStatus(
                 queued=router.admission.num_queued,
                 in_flight=router.num_in_flight,
@@ -64,6 +65,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,
+            autoscaler=autoscaler,
         )
 
     @with_status
@@ -74,7 +76,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ScalePoolResponse:
         """See cluster.proto."""
         targets = read_targets(request)
-        result = await _asked(self._router.control.scale(targets))
+        try:
+            result = await _asked(self._router.control.scale(targets))
+        except ValueError as error:  # an autoscaled pool's range is the controller's to know
+            raise invalid(f"targets: {error}") from error
         return cluster_pb2.ScalePoolResponse(
             targets=[
                 cluster_pb2.PoolTarget(role=ROLES[role], target=target)
@@ -116,6 +121,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 if view is not None and view.state is ViewState.LOST:
                     pool.message = pool.message or f"{view.worker_id} is lost: {view.lost_reason}"
         return pools
+
+    async def _autoscaler(self) -> cluster_pb2.AutoscalerStatus | None:
+        if not self._router.options.reports_load:
+            return None
+        try:
+            return await asyncio.wait_for(self._router.control.autoscaler(), CONTROL_TIMEOUT_S)
+        except Exception:
+            log.exception("the controller did not tell of its autoscaler")
+            return None
 
     def _own_pools(self) -> list[cluster_pb2.PoolStatus]:
         pools = []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from legato.cluster.autoscale_options import AutoscaleOptions
 
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
@@ -67,6 +70,7 @@ class RouterOptions:
     # Prompt tokens without KV on the decode worker that it may compute itself, where that costs
     # less than prefill elsewhere and the hand-off; 0 is off.
     local_prefill_tokens: int = 128
+    reports_load: bool = False  # to the controller, once a second: where the pools are autoscaled
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class ServiceConfig:
     decode_dtype: str | None = None
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
+    autoscale: AutoscaleOptions | None = None
 
     def decode_engine(self) -> EngineOptions:
         """What decode workers are told; `engine` is for the prefill workers."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from legato.cluster.router_load import RouterLoad
     from legato.protos import cluster_pb2
 
 Role = Literal["prefill", "decode"]
@@ -40,4 +41,12 @@ class ControlPlane(Protocol):
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """The router saw this worker hang or die on the data path: replace it."""
+        ...
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """Where the pools are autoscaled: what this router sees, once a second."""
+        ...
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """Where the pools are autoscaled: ranges, needs and the last decisions."""
         ...

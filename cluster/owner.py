@@ -132,7 +132,7 @@ class Owner:
                 owner_host=socket.gethostname(),
             ),
             {"prefill": config.prefill_workers, "decode": config.decode_workers},
-            ControllerOptions(start_timeout_s=config.start_timeout_s),
+            ControllerOptions(start_timeout_s=config.start_timeout_s, autoscale=config.autoscale),
         )
         return self._wait_until_ready(service)
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from legato.cluster.autoscale_options import AutoscaleOptions
     from legato.cluster.control_plane import Role, WorkerEndpoint
+
+MAX_POOL_SIZE = 1024
 
 
 class WorkerState(Enum):
@@ -49,6 +52,7 @@ class ControllerOptions:
     max_failed_starts: int = 3
     backoff_s: float = 0.5  # after the first failed start; doubled after the second
     pause_s: float = 30.0  # after `max_failed_starts` in a row
+    autoscale: AutoscaleOptions | None = None  # None: only an operator changes targets
 
 
 @dataclass

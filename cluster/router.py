@@ -17,6 +17,7 @@ from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
+from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.request import parse_request
@@ -103,6 +104,9 @@ class Router:
         )
         self.admission = Admission(options, self.pool)
         self._costs = PrefillCostBook()
+        self._load_reporter: LoadReporter | None = None
+        if options.reports_load:
+            self._load_reporter = LoadReporter(control, self.admission, self.pool)
         self._parse = parse
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
@@ -125,6 +129,8 @@ class Router:
         """
         address = await self._gateway.start(self.options.host, self.options.port)
         self._ticker = asyncio.create_task(self._tick())
+        if self._load_reporter is not None:
+            self._load_reporter.start()
         return address
 
     async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
@@ -144,6 +150,8 @@ class Router:
     async def stop(self) -> None:
         """Ends everything at once."""
         await self.drain(0.0)
+        if self._load_reporter is not None:
+            await self._load_reporter.stop()
         await self._gateway.stop()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -225,6 +233,9 @@ class Router:
 
         entries = self.admission.enter(spec.num_answers)
         min_tokens = spec.sampling.min_tokens
+        window = None
+        if self._load_reporter is not None and not spec.batch_priority:  # those have no goal
+            window = self._load_reporter.window
         life = RequestLife(
             spec=spec,
             answers=[
@@ -236,6 +247,7 @@ class Router:
                     clock=clock,
                     send=send_in_turn,
                     token_text=self.text.token_text,
+                    window=window,
                 )
                 for index, (entry, clock) in enumerate(zip(entries, clocks, strict=True))
             ],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.router_load import RouterLoad
 
 
 class FakeText:
@@ -96,6 +97,8 @@ class FakeControl:
         self.shutdowns: list[float] = []
         self.pools_delay_s = 0.0
         self.told: list[cluster_pb2.PoolStatus] = []
+        self.loads: list[RouterLoad] = []
+        self.autoscaler_told = cluster_pb2.AutoscalerStatus()
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
         await asyncio.sleep(self.pools_delay_s)
@@ -110,6 +113,12 @@ class FakeControl:
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         self.lost.append((worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        self.loads.append(load)
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        return self.autoscaler_told
 
 
 class Service:
