@@ -129,6 +129,8 @@ def parse_duration(text: str) -> float:
 
 def duration_text(seconds: float) -> str:
     """For people, with two or three digits that mean something: 4.2 ms, 500 ms, 1.7 s."""
+    if not seconds:
+        return "0 ms"
     if seconds < 0.01:
         return f"{seconds * 1000:.1f} ms"
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"

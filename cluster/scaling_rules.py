@@ -21,14 +21,14 @@ MAX_GROWTH = 2  # a pool at most doubles in one step: what a queue says of the f
 QUEUE_SHARE = 0.5
 CATCH_UP_S = 10.0  # within which a bigger pool is to have worked off what waits
 BUSY_GOAL = 0.8  # of the workers' time in steps, once the queue is worked off
-BUSY_UP = 0.7  # above it, a missed TTFT goal is for want of workers; below, of long prompts
-BUSY_DOWN = 0.5  # that the ones left would have to be below; with the TTFT goal missed:
-BUSY_DOWN_LATE = 0.35
+BUSY_UP = 0.75  # above it, a missed TTFT goal is for want of workers; below, of long prompts
+BUSY_DOWN = 0.6  # that the ones left would have to be below; with the TTFT goal missed:
+BUSY_DOWN_LATE = 0.4
 # Decode.
 FILL_UP = 0.85  # of the KV blocks
 FILL_GOAL = 0.75  # after a step up
-FILL_DOWN = 0.6  # that the ones left would have to be below
-ITL_DOWN = 0.8  # of the goal: what the ITL must stay below with larger batches, see `decide_decode`
+FILL_DOWN = 0.5  # that the ones left would have to be below
+ITL_DOWN = 0.6  # of the goal: what the ITL must stay below with larger batches, see `decide_decode`
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def decide_prefill(now: PrefillPressure, ttft_slo_s: float) -> Need:
 
     enough for what comes (`busy`: as many workers as were busy all the time, of late) at 80 %
     load, and for what waits to be gone within 10 s. One more where the TTFT (p90) misses its goal
-    with the workers over 70 % busy. As few as would be under 50 % busy (35 % where the TTFT
+    with the workers over 75 % busy. As few as would be under 60 % busy (40 % where the TTFT
     misses its goal) and would keep W within a quarter of the goal.
     """
     ready, speed = now.size.ready, now.worker_tokens_per_s
@@ -93,8 +93,9 @@ def decide_decode(now: DecodePressure, itl_slo_s: float) -> Need:
         max(n + 1, (u + w) / (0.75·b)),   at most 2 n.
 
     One more where the mean ITL misses its goal, unless each worker runs one sequence at most: then
-    batches cannot get smaller. As few as would be under 60 % full, with the ITL under 80 % of
-    its goal even if it grew as much as the batches do, which is the worst that they can do to it.
+    batches cannot get smaller. As few as would be under 50 % full, with the ITL under 60 % of
+    its goal even if it grew as much as the batches do. That is not quite the worst: answers that
+    take longer stay longer, and batches grow once more; hence no more than 60 %.
     """
     size = now.size
     ready = size.ready
