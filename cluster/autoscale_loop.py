@@ -100,7 +100,7 @@ class AutoscaleLoop:
         self._options.check_targets(targets)
         result = self._pools.set_targets(targets, now_s)
         for role in targets:
-            self._autoscaler.note_change(role, now_s)
+            self._autoscaler.note_order(role, now_s)
         return result
 
     def status(self, now_s: float) -> cluster_pb2.AutoscalerStatus:

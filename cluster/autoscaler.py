@@ -109,8 +109,17 @@ class Autoscaler:
         """As last judged, within the ranges; empty before the first step."""
         return {role: track.needs[-1][1] for role, track in self._tracks.items() if track.needs}
 
+    def note_order(self, role: Role, now_s: float) -> None:
+        """An operator set the pool's target: it stands for a cool-down, and what was needed before
+        does not speak against it.
+        """
+        self.note_change(role, now_s)
+        track = self._tracks[role]
+        track.watched_since_s = now_s
+        track.needs.clear()
+
     def note_change(self, role: Role, now_s: float) -> None:
-        """The pool's target changes, by a decision or an operator's: its cool-down begins."""
+        """The pool's target changes: its cool-down begins."""
         track = self._tracks[role]
         track.quiet_until_s = now_s + self._options.cool_down_s
         track.settled_since_s = None
