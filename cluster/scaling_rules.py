@@ -21,9 +21,10 @@ MAX_GROWTH = 2  # a pool at most doubles in one step: what a queue says of the f
 QUEUE_SHARE = 0.5
 CATCH_UP_S = 10.0  # within which a bigger pool is to have worked off what waits
 BUSY_GOAL = 0.8  # of the workers' time in steps, once the queue is worked off
-BUSY_UP = 0.75  # above it, a missed TTFT goal is for want of workers; below, of long prompts
-BUSY_DOWN = 0.6  # that the ones left would have to be below; with the TTFT goal missed:
-BUSY_DOWN_LATE = 0.4
+BUSY_UP = 0.4  # above it, a missed TTFT goal is for want of workers; below, of long prompts
+TTFT_DOWN = 0.6  # of the goal: with a TTFT below it,
+BUSY_DOWN = 0.6  # the ones left may be so busy;
+BUSY_DOWN_LATE = 0.3  # with one above it, so much: less than what would call for one more
 # Decode.
 FILL_UP = 0.85  # of the KV blocks
 FILL_GOAL = 0.75  # after a step up
@@ -49,8 +50,8 @@ def decide_prefill(now: PrefillPressure, ttft_slo_s: float) -> Need:
 
     enough for what comes (`busy`: as many workers as were busy all the time, of late) at 80 %
     load, and for what waits to be gone within 10 s. One more where the TTFT (p90) misses its goal
-    with the workers over 75 % busy. As few as would be under 60 % busy (40 % where the TTFT
-    misses its goal) and would keep W within a quarter of the goal.
+    with the workers over 40 % busy. As few as would be under 60 % busy (30 % where the TTFT is
+    above 60 % of its goal) and would keep W within a quarter of the goal.
     """
     ready, speed = now.size.ready, now.worker_tokens_per_s
     if not ready:
@@ -68,11 +69,12 @@ def decide_prefill(now: PrefillPressure, ttft_slo_s: float) -> Need:
     if wait_s > allowed_s:
         workers = now.busy_workers / BUSY_GOAL + now.waiting_tokens / (CATCH_UP_S * speed)
         return Need(_more(ready, workers), f"{queue}, above half of {goal}")
-    late = now.ttft_p90_s is not None and now.ttft_p90_s > ttft_slo_s
-    ttft = "" if now.ttft_p90_s is None else f"TTFT (p90) {duration_text(now.ttft_p90_s)}"
-    if late and now.busy_workers > BUSY_UP * ready:
+    ttft_s = now.ttft_p90_s
+    ttft = "" if ttft_s is None else f"TTFT (p90) {duration_text(ttft_s)}"
+    if ttft_s is not None and ttft_s > ttft_slo_s and now.busy_workers > BUSY_UP * ready:
         return Need(ready + 1, f"{ttft}, above {goal}, workers {busy}")
-    busy_down = BUSY_DOWN_LATE if late else BUSY_DOWN
+    quick = ttft_s is None or ttft_s <= TTFT_DOWN * ttft_slo_s
+    busy_down = BUSY_DOWN if quick else BUSY_DOWN_LATE
     enough = max(
         1,
         math.ceil(now.busy_workers / busy_down),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 BLOCK_TOKENS = 16
+MAX_QUEUED = 1024  # requests; as RouterOptions has it
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class ScalingWorld:
         self.changes: list[tuple[float, Role, int, int]] = []  # (at, pool, before, after)
         self.sizes: list[tuple[float, int, int]] = []  # (at, ready prefill, ready decode)
         self.num_moved = 0
+        self.num_refused = 0
         self._number = 0
         self._endpoints: tuple[WorkerEndpoint, ...] = ()
         targets: dict[Role, int] = {
@@ -219,6 +221,9 @@ class ScalingWorld:
             at_s += self.dice.expovariate(self.load.requests_per_s)
             if at_s > self.now_s:
                 return
+            if len(self.queue) >= MAX_QUEUED:
+                self.num_refused += 1
+                continue
             prompt = 1 + int(self.dice.expovariate(1 / self.load.prompt_tokens))
             answer = 1 + int(self.dice.expovariate(1 / self.load.answer_tokens))
             self.queue.append(Request(at_s, min(prompt, 8000), min(answer, 4000)))
@@ -275,9 +280,7 @@ class ScalingWorld:
         blocked = len(self.joining) > 2
         queued = [*self.joining, *self.queue] if blocked else []
         prefills = [
-            WorkerFigures(
-                name, "prefill", 0, 1000, 0, 0, int(worker.computed), worker.model_s
-            )
+            WorkerFigures(name, "prefill", 0, 1000, 0, 0, int(worker.computed), worker.model_s)
             for name, worker in self.prefills.items()
             if not worker.draining
         ]
