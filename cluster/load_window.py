@@ -8,6 +8,7 @@ from dataclasses import dataclass
 WINDOW_S = 10.0
 # Of one slot: enough for a percentile, however many requests come.
 MAX_SAMPLES = 1000
+SLOW_CLIENT_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class LoadWindow:
 class TokenGaps:
     """Measures the gaps between an answer's tokens, for all answers of one decode call.
 
-    A gap of which the client took more than half, being slow to read, is left out: it says nothing
-    of decode.
+    A gap of which the client took more than half and SLOW_CLIENT_S, being slow to read, is left
+    out: it says nothing of decode.
     """
 
     def __init__(self, window: LoadWindow, now_s: float) -> None:
@@ -83,7 +84,8 @@ class TokenGaps:
         """A message of answer `number` came."""
         last_s, held_s = self._last.get(number, (self._since_s, 0.0))
         gap_s = now_s - last_s
-        if 2 * (self._held_s - held_s) <= gap_s:
+        by_client_s = self._held_s - held_s
+        if by_client_s <= SLOW_CLIENT_S or 2 * by_client_s <= gap_s:
             self._window.note_tokens(gap_s, num_tokens)
         self._last[number] = now_s, self._held_s
         self._arrived_s = now_s

@@ -98,6 +98,9 @@ class FakeControl:
         self.pools_delay_s = 0.0
         self.told: list[cluster_pb2.PoolStatus] = []
         self.loads: list[RouterLoad] = []
+        self.failing = False  # where it is told of load, or asked of the autoscaler
+        self.num_failed = 0
+        self.refusal = ""
         self.autoscaler_told = cluster_pb2.AutoscalerStatus()
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
@@ -105,6 +108,8 @@ class FakeControl:
         return self.told
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        if self.refusal:
+            raise ValueError(self.refusal)
         self.targets.update(targets)
         return self.targets
 
@@ -115,9 +120,14 @@ class FakeControl:
         self.lost.append((worker_id, reason))
 
     async def report_load(self, load: RouterLoad) -> None:
+        if self.failing:
+            self.num_failed += 1
+            raise ConnectionError("the controller is gone")
         self.loads.append(load)
 
     async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        if self.failing:
+            raise ConnectionError("the controller is gone")
         return self.autoscaler_told
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from scaling_world import Load, Machine, ScalingWorld
 
 from legato.cluster.autoscale_options import AutoscaleOptions, PoolRange
 
 OPTIONS = AutoscaleOptions(PoolRange(1, 8), PoolRange(1, 8), ttft_slo_s=1.0, itl_slo_s=0.05)
-NUM_WORKLOADS = 200 if os.environ.get("LEGATO_SIMULATION") == "full" else 30
+NUM_WORKLOADS = 200 if os.environ.get("LEGATO_SIMULATION") == "full" else 16
 PHASE_S = 240.0  # of one load; then comes another, from nothing to forty times as much at once
 SETTLED_S = 80.0  # the end of a phase, in which the goals must be met
 MAX_CHANGES = 4  # of a pool within a minute: the cool-down is 15 s
@@ -77,7 +78,7 @@ def run(seed: int, outcome: Outcome) -> None:
                 for at_s, pool, earlier, after in world.changes
                 if pool == role and at_s >= world.now_s - PHASE_S
             ]
-            turns = sum(a != b for a, b in zip(signs, signs[1:], strict=False))
+            turns = sum(a != b for a, b in pairwise(signs))
             outcome.reversals += turns
             outcome.swings += turns > 2
     for role in ("prefill", "decode"):

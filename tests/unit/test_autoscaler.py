@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -130,9 +131,7 @@ def test_workers_that_start_are_waited_for_and_then_the_cool_down() -> None:
     scene.run(100)
     times = [at_s for at_s, _ in scene.log]
     assert [text for _, text in scene.log] == ["prefill 1 -> 2", "prefill 2 -> 4", "prefill 4 -> 8"]
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == [
-        START_S + OPTIONS.cool_down_s
-    ] * 2
+    assert [b - a for a, b in pairwise(times)] == [START_S + OPTIONS.cool_down_s] * 2
 
 
 def test_starts_that_fail_do_not_run_away_and_are_given_up_when_the_need_ends() -> None:
@@ -163,7 +162,7 @@ def test_it_shrinks_one_by_one_to_the_least_once_that_has_long_been_enough() -> 
     times = [at_s for at_s, _ in scene.log]
     assert [text for _, text in scene.log] == ["decode 4 -> 3", "decode 3 -> 2", "decode 2 -> 1"]
     assert times[0] >= 160
-    assert all(b - a >= OPTIONS.cool_down_s for a, b in zip(times, times[1:], strict=False))
+    assert all(b - a >= OPTIONS.cool_down_s for a, b in pairwise(times))
 
 
 def test_one_busy_moment_keeps_the_pool_for_as_long_again() -> None:
