@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class AutoscaleFlags:
     """As typed; None where an option is not given."""
 
-    ranges: tuple[str, str] | None
+    ranges: str | None
+    more_words: tuple[str, ...]  # that stand by themselves
     dry_run: bool
     ttft_slo: str | None
     itl_slo: str | None
@@ -43,6 +44,8 @@ class AutoscaleFlags:
         if self.ranges is None:
             if given:
                 raise typer.BadParameter("does nothing without --autoscale", param_hint=given[0])
+            if self.more_words:
+                raise typer.BadParameter(f"takes options only, got {self.more_words[0]!r}")
             return None
         seconds: dict[str, float] = {}
         for option, (name, text) in durations.items():
@@ -52,7 +55,7 @@ class AutoscaleFlags:
                 except ValueError as error:
                     raise typer.BadParameter(str(error), param_hint=option) from None
         try:
-            ranges = parse_ranges(self.ranges)
+            ranges = parse_ranges((*self.ranges.split(), *self.more_words))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--autoscale") from None
         sizes: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}

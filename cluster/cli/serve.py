@@ -164,13 +164,16 @@ def serve(
         float | None, typer.Option(min=0, help="Ray GPUs of a worker. Default: 1 on cuda.")
     ] = None,
     autoscale: Annotated[
-        tuple[str, str] | None,
+        str | None,
         typer.Option(
             metavar="prefill=MIN..MAX decode=MIN..MAX",
             help="Let the pools grow and shrink with the load, each within its range; "
             "--prefill and --decode are what they start with.",
             show_default=False,
         ),
+    ] = None,
+    autoscale_more: Annotated[  # an option takes one word: here is the other
+        list[str] | None, typer.Argument(hidden=True, metavar="[POOL=MIN..MAX]...")
     ] = None,
     autoscale_dry_run: Annotated[
         bool,
@@ -259,6 +262,7 @@ def serve(
         swap_memory_bytes = parse_size_or_0(swap_memory, "--swap-memory")
     autoscale_options = AutoscaleFlags(
         ranges=autoscale,
+        more_words=tuple(autoscale_more or ()),
         dry_run=autoscale_dry_run,
         ttft_slo=ttft_slo,
         itl_slo=itl_slo,

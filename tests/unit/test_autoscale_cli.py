@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from legato.cluster.autoscale_options import AutoscaleOptions, PoolRange
 from legato.cluster.cli import main as cli
 from legato.cluster.cli.status_table import autoscaler_lines
-from legato.cluster.config import ServiceConfig
 from legato.protos import cluster_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from legato.cluster.config import ServiceConfig
 
 RANGES = ("--autoscale", "prefill=1..8", "decode=1..4")
 
@@ -43,10 +46,12 @@ def test_flags_reach_the_service(
     words += ("--autoscale-up-after", "1s", "--autoscale-down-after", "5m")
     words += ("--autoscale-cool-down", "20s")
     assert serve(monkeypatch, *words, *RANGES) == 0
-    off, plain, full = configs
+    assert serve(monkeypatch, *words, "--autoscale", "decode=1..4 prefill=1..8") == 0
+    off, plain, full, quoted = configs
     assert (off.autoscale, off.router.reports_load) == (None, False)
     assert plain.autoscale == AutoscaleOptions(PoolRange(1, 8), PoolRange(1, 4))
     assert (plain.decode_workers, plain.router.reports_load) == (2, True)
+    assert quoted == full
     assert full.autoscale == AutoscaleOptions(
         PoolRange(1, 8), PoolRange(1, 4), 2.0, 0.03, 1.0, 300.0, 20.0, dry_run=True
     )
@@ -67,9 +72,13 @@ def test_flags_reach_the_service(
         ),
         (
             ("--autoscale", "prefill=1..8", "--itl-slo", "50ms"),
-            "--autoscale: takes two words, prefill=MIN..MAX and decode=MIN..MAX, and one is "
-            "'--itl-slo'",
+            "--autoscale: takes two words, and decode=MIN..MAX is missing",
         ),
+        (
+            (*RANGES, "x"),
+            "--autoscale: takes two words, prefill=MIN..MAX and decode=MIN..MAX, and ",
+        ),
+        (("stray",), "takes options only, got 'stray'"),
         (("--autoscale", "decode=1", "prefill=9..2"), "--autoscale: prefill: the least must come"),
     ],
 )
