@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role, WorkerEndpoint
     from legato.cluster.pool_pressure import PoolSize
 
-TICK_S = 0.1
+TICK_S = 0.2
 BLOCK_TOKENS = 16
 MAX_QUEUED = 1024  # requests; as RouterOptions has it
 

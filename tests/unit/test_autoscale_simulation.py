@@ -12,7 +12,7 @@ from scaling_world import Load, Machine, ScalingWorld
 from legato.cluster.autoscale_options import AutoscaleOptions, PoolRange
 
 OPTIONS = AutoscaleOptions(PoolRange(1, 8), PoolRange(1, 8), ttft_slo_s=1.0, itl_slo_s=0.05)
-NUM_WORKLOADS = 200 if os.environ.get("LEGATO_SIMULATION") == "full" else 16
+NUM_WORKLOADS = 200 if os.environ.get("LEGATO_SIMULATION") == "full" else 8
 PHASE_S = 240.0  # of one load; then comes another, from nothing to forty times as much at once
 SETTLED_S = 80.0  # the end of a phase, in which the goals must be met
 MAX_CHANGES = 4  # of a pool within a minute: the cool-down is 15 s
