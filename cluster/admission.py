@@ -142,6 +142,14 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
+    def waiting(self) -> list[tuple[Demand, bool]]:
+        """Of each request that waits its demand, and whether it has yet to get a prefill worker."""
+        return [
+            (entry.demand, entry.keeps is None)
+            for entry in self._waiting
+            if entry.placed is not None and not entry.placed.done()
+        ]
+
     def enter(self, num_answers: int, deadline: float | None = None) -> list[Entry]:
         """A request arrives: a place for each of its answers. `deadline`: its client's, if any."""
         first, now = self._arrivals + 1, self._now()

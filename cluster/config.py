@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
 
 if TYPE_CHECKING:
+    from legato.cluster.autoscale_options import AutoscaleOptions
     from legato.cluster.control_plane import Role
 
 Admission = Literal["expected", "reserve"]
@@ -76,6 +77,7 @@ class RouterOptions:
     local_prefill_tokens: int = 128
     # A file for lines about every request; see docs/operations.md.
     request_log: str | None = None
+    reports_load: bool = False  # to the controller, once a second: where the pools are autoscaled
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class ServiceConfig:
     decode_dtype: str | None = None
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
+    autoscale: AutoscaleOptions | None = None
 
     @property
     def pool_sizes(self) -> dict[Role, int]:

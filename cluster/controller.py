@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.pool import (
+    MAX_POOL_SIZE,
     ControllerOptions,
     Drain,
     Kill,
@@ -23,6 +24,7 @@ from legato.cluster.pool import (
     decide,
     describe,
 )
+from legato.cluster.pool_pressure import PoolSize
 from legato.cluster.role_change import RoleChange, check_role_change, find_worker
 from legato.cluster.roles import ROLES, WIRE_ROLES
 from legato.protos import cluster_pb2, common_pb2
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
 
 log = logging.getLogger(__name__)
-MAX_POOL_SIZE = 1024
 _WIRE_PHASE = {
     WorkerState.STARTING: common_pb2.WORKER_PHASE_STARTING,
     WorkerState.READY: common_pb2.WORKER_PHASE_READY,
@@ -247,6 +248,20 @@ class Controller:
     def pools(self, now_s: float) -> list[cluster_pb2.PoolStatus]:
         """Targets and workers; the loads are the router's to add."""
         return [self._pool_status(pool, now_s) for pool in self._shown_pools()]
+
+    def ready_ids(self, role: Role) -> tuple[str, ...]:
+        """Worker ids of the pool that serve and do not drain."""
+        ready = self._pools[role].in_state(WorkerState.READY)
+        return tuple(w.endpoint.worker_id for w in ready if w.endpoint is not None)
+
+    def size_of(self, role: Role) -> PoolSize:
+        """Of one pool, for the autoscaler."""
+        pool = self._pools[role]
+        return PoolSize(
+            target=pool.target,
+            ready=len(pool.in_state(WorkerState.READY)),
+            starting=len(pool.in_state(WorkerState.STARTING)),
+        )
 
     def worker_names(self) -> list[str]:
         """Of every live worker."""

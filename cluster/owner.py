@@ -144,7 +144,11 @@ class Owner:
                 owner_host=socket.gethostname(),
             ),
             config.pool_sizes,
-            ControllerOptions(start_timeout_s=config.start_timeout_s, restart=config.restart),
+            ControllerOptions(
+                start_timeout_s=config.start_timeout_s,
+                restart=config.restart,
+                autoscale=config.autoscale,
+            ),
         )
         return self._wait_until_ready(service)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import Role
     from legato.cluster.role_change import RoleChange
+    from legato.cluster.router_load import RouterLoad
 
 
 class ControlCalls:
@@ -42,3 +43,12 @@ class ControlCalls:
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """See ControlPlane."""
         await bounded(self._controller.report_lost.remote(worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """See ControlPlane."""
+        await bounded(self._controller.report_load.remote(load))
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """See ControlPlane."""
+        data: bytes = await bounded(self._controller.autoscaler.remote())
+        return cluster_pb2.AutoscalerStatus.FromString(data)

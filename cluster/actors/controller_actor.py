@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from legato.cluster.actors.launcher import RayLauncher
 from legato.cluster.actors.logs import begin_logging
+from legato.cluster.autoscale_loop import AutoscaleLoop
 from legato.cluster.controller import Controller
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role, WorkerEndpoint
     from legato.cluster.pool import ControllerOptions
     from legato.cluster.role_change import RoleChange
+    from legato.cluster.router_load import RouterLoad
 
 PUBLISH_TIMEOUT_S = 60.0  # the router may still be reading its tokenizer
 STEP_PERIOD_S = 0.2
@@ -32,6 +34,11 @@ class ControllerActor:
         self._launcher = RayLauncher(plan)
         self._controller = Controller(self._launcher, self._note_change, targets, options)
         self._launcher.controller = self._controller
+        self._autoscale: AutoscaleLoop | None = None
+        if options.autoscale is not None:
+            self._autoscale = AutoscaleLoop(
+                options.autoscale, self._controller, time.monotonic(), self._flip
+            )
         self._snapshot: tuple[WorkerEndpoint, ...] = ()
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
@@ -42,7 +49,10 @@ class ControllerActor:
         publisher = asyncio.create_task(self._publish(router))
         nodes = asyncio.create_task(self._launcher.watch_nodes())
         while not publisher.done() and not nodes.done():
-            self._controller.step(time.monotonic())
+            now_s = time.monotonic()
+            self._controller.step(now_s)
+            if self._autoscale is not None:
+                self._autoscale.step(now_s)
             await asyncio.sleep(STEP_PERIOD_S)
         (publisher if publisher.done() else nodes).result()
 
@@ -51,16 +61,35 @@ class ControllerActor:
         return [pool.SerializeToString() for pool in self._controller.pools(time.monotonic())]
 
     async def scale(self, targets: Mapping[Role, int]) -> dict[Role, int]:
-        """See Controller.set_targets."""
+        """An operator's; see AutoscaleLoop.scale_by_hand and Controller.set_targets."""
+        if self._autoscale is not None:
+            return self._autoscale.scale_by_hand(targets, time.monotonic())
         return self._controller.set_targets(targets, time.monotonic())
 
     async def change_role(self, worker_id: str, role: Role) -> RoleChange:
         """See Controller.change_role."""
-        return self._controller.change_role(worker_id, role, time.monotonic())
+        change = self._controller.change_role(worker_id, role, time.monotonic())
+        if self._autoscale is not None:
+            self._autoscale.note_role_change(time.monotonic())
+        return change
+
+    def _flip(self, worker_id: str, role: Role) -> None:
+        self._controller.change_role(worker_id, role, time.monotonic())
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """See Controller.report_lost."""
         self._controller.report_lost(worker_id, reason, time.monotonic())
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """See AutoscaleLoop.note_load; routers call it only where the pools are autoscaled."""
+        if self._autoscale is not None:
+            self._autoscale.note_load(load, time.monotonic())
+
+    async def autoscaler(self) -> bytes:
+        """See AutoscaleLoop.status; an empty message where the pools are not autoscaled."""
+        if self._autoscale is None:
+            return b""
+        return self._autoscale.status(time.monotonic()).SerializeToString()
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Lets the owner know; it does the rest."""

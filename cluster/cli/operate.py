@@ -156,7 +156,7 @@ def parse_targets(words: list[str]) -> list[cluster_pb2.PoolTarget]:
     from legato.cluster.roles import WIRE_ROLES
     from legato.protos import cluster_pb2
 
-    roles: dict[str, common_pb2.WorkerRole.ValueType] = dict(WIRE_ROLES.items())
+    roles = {str(role): number for role, number in WIRE_ROLES.items()}
     targets: dict[str, cluster_pb2.PoolTarget] = {}
     for word in words:
         pool, _, size = word.partition("=")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.router_load import RouterLoad
 
 
 class FakeText:
@@ -105,12 +106,19 @@ class FakeControl:
         self.refusal: ValueError | None = None  # of a change of role
         self.pools_delay_s = 0.0
         self.told: list[cluster_pb2.PoolStatus] = []
+        self.loads: list[RouterLoad] = []
+        self.failing = False  # where it is told of load, or asked of the autoscaler
+        self.num_failed = 0
+        self.refusal = ""
+        self.autoscaler_told = cluster_pb2.AutoscalerStatus()
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
         await asyncio.sleep(self.pools_delay_s)
         return self.told
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        if self.refusal:
+            raise ValueError(self.refusal)
         self.targets.update(targets)
         return self.targets
 
@@ -125,6 +133,17 @@ class FakeControl:
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         self.lost.append((worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        if self.failing:
+            self.num_failed += 1
+            raise ConnectionError("the controller is gone")
+        self.loads.append(load)
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        if self.failing:
+            raise ConnectionError("the controller is gone")
+        return self.autoscaler_told
 
 
 def fake_router(options: RouterOptions, control: FakeControl) -> Router:
