@@ -197,7 +197,9 @@ class Attempt:
     def _let_others_go(self) -> None:
         """A colocated worker has begun the first answer; the others find its prompt's KV there."""
         for number in [n for n in self._group if n > 0]:
-            self._life.go_on_alone(self._group.pop(number))
+            answer = self._group.pop(number)
+            answer.note_left(self._number)
+            self._life.go_on_alone(answer)
 
     # --- decode -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_worker import FakeWorker
+from owners import check_owners
 from router_service import Service, ask, collect, collect_all, until
 
 from legato.cluster.request_log import RequestLog
@@ -117,3 +118,16 @@ async def test_how_it_ended_is_told(tmp_path: Path) -> None:
     assert "failed 1 times (limit 1)" in reason
     received = [line for line in lines(path) if line["event"] == "received"]
     assert [line["answers"] for line in received] == [2, 1, 1, 1]
+
+
+async def test_answers_that_a_colocated_worker_serves_one_by_one_leave_each_other(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    async with Service([], [FakeWorker("colocated")], request_log=str(path)) as service:
+        await service.client.wait_ready(5)
+        await collect_all(service, ask("hello", 6, n=3))
+        await service.settle()
+    told = lines(path)
+    assert check_owners(told, {}) == []
+    assert len([line for line in told if line["event"] == "begun"]) > 3
