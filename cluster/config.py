@@ -71,7 +71,7 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """One service: a model, two pools, a router."""
+    """One service: a model, two pools, one router or more."""
 
     model: str
     prefill_workers: int = 1
@@ -85,6 +85,8 @@ class ServiceConfig:
     worker_cpus: float | None = None
     worker_gpus: float | None = None
     start_timeout_s: float = 120.0
+    # On the ports from `router.port` on, or on any free ones where that is 0.
+    num_routers: int = 1
     engine: EngineOptions = EngineOptions()
     # Of the decode workers, where they differ from `engine`: see `legato.protos.kv_fit`.
     decode_dtype: str | None = None

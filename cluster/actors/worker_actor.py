@@ -13,6 +13,7 @@ import ray
 
 from legato.cluster.actors.logs import begin_logging
 from legato.cluster.actors.worker_process import WorkerProcess
+from legato.cluster.adoption import FoundWorker
 from legato.cluster.controller import StartedWorker
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self._server: Any = None
+        self._role: Role | None = None
+        self._address = ""
+        self._starting: asyncio.Task[StartedWorker] | None = None
         self._loading = ""
         self._measures = False
 
@@ -66,7 +70,27 @@ class WorkerActor:
         return WorkerProcess(ray.get_runtime_context().get_node_id(), me.pid, me.create_time())
 
     async def start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
-        """Loads the model and serves; raises ValueError or OSError where the model is wrong."""
+        """Loads the model and serves; raises ValueError or OSError where the model is wrong.
+
+        Asked again, by a controller whose process is another now, it goes on as it was asked first.
+        """
+        if self._starting is None:
+            self._role = role
+            self._starting = asyncio.create_task(self._start(role, plan))
+        return await asyncio.shield(self._starting)
+
+    async def who(self, name: str) -> FoundWorker:
+        """What a new controller must know of it."""
+        serves = self._server is not None
+        return FoundWorker(
+            name,
+            answered=True,
+            role=self._role,
+            started=self._started() if serves else None,
+            draining=serves and self._server.phase.name == "DRAINING",
+        )
+
+    async def _start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
         # Here, not above: the router's and the controller's processes need no torch.
         from legato.worker.server import WorkerServer
         from legato.worker.spare_memory import keep_objects
@@ -76,8 +100,13 @@ class WorkerActor:
         server = WorkerServer(config, on_progress=partial(self._note_progress, config))
         address = await server.start()
         keep_objects()
-        self._server = server
-        return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
+        self._server, self._address = server, address
+        return self._started()
+
+    def _started(self) -> StartedWorker:
+        return StartedWorker(
+            self._server.worker_id, self._address, os.getpid(), socket.gethostname()
+        )
 
     async def loading(self) -> str:
         """How far the start has come, in words; empty before weights are read."""

@@ -23,18 +23,23 @@ class WorkerProcess:
     created_s: float
 
 
-async def make_sure_it_ended(process: WorkerProcess) -> None:
-    """Ray reports a killed actor dead at once, even where its process is stopped and lives on."""
-    await asyncio.sleep(KILL_CHECK_S)
+async def make_sure_it_ended(process: WorkerProcess, *, at_once: bool = False) -> None:
+    """Ray reports a killed actor dead at once, even where its process is stopped and lives on.
+
+    `at_once`: Ray cannot be asked to kill it.
+    """
+    if not at_once:
+        await asyncio.sleep(KILL_CHECK_S)
     if process.node_id == ray.get_runtime_context().get_node_id():
-        _end_process(process)
+        end_process(process)
         return
     there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    task = ray.remote(_end_process).options(num_cpus=0, scheduling_strategy=there)
+    task = ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there)
     await asyncio.wait_for(task.remote(process), CALL_TIMEOUT_S)
 
 
-def _end_process(process: WorkerProcess) -> None:
+def end_process(process: WorkerProcess) -> None:
+    """Kills a process of this machine, unless it has ended."""
     try:
         found = psutil.Process(process.pid)
         if abs(found.create_time() - process.created_s) < 1:  # else the pid has been reused

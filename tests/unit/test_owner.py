@@ -30,6 +30,8 @@ class CannedRay:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.reason = ""
+        self.news: list[str] = []
+        self.num_tended = 0
         self.asked: float | None = None
         self.never_done = False
         self.on_wait: Any = None
@@ -37,18 +39,23 @@ class CannedRay:
     def failure(self) -> str:
         return self.reason
 
-    def shutdown_asked(self) -> float | None:
+    def tend(self) -> list[str]:
+        self.num_tended += 1
+        news, self.news = self.news, []
+        return news
+
+    def end_asked(self) -> float | None:
         return self.asked
 
-    def begin_drain(self, drain_timeout_s: float) -> str:
+    def begin_drain(self, drain_timeout_s: float) -> list[str]:
         self.log.append(f"drain {drain_timeout_s:g}")
-        return "drain"
+        return ["drain"]
 
-    def begin_stop(self) -> str:
+    def begin_stop(self) -> list[str]:
         self.log.append("stop workers")
-        return "stop"
+        return ["stop"]
 
-    def done(self, call: str, timeout_s: float) -> bool:
+    def done(self, calls: list[str], timeout_s: float) -> bool:
         if self.on_wait is not None:
             self.on_wait()
         return not self.never_done
@@ -137,6 +144,9 @@ from legato.cluster.config import ServiceConfig
 class Hangs:
     def close(self):
         time.sleep(60)
+
+    def tend(self):
+        return []
 
     def failure(self):
         return "the router ended: killed"
