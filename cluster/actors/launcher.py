@@ -175,7 +175,8 @@ class RayLauncher:
         handle = self._handles[name]
         try:
             self._processes[name] = process = await handle.placed.remote()
-            await self._store.keep(_process_key(name), dataclasses.asdict(process))
+            # Beside the start: a head that is lost must not hold it up.
+            self._spawn(self._store.keep(_process_key(name), dataclasses.asdict(process)))
             started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
             await handle.watch.remote()

@@ -92,6 +92,8 @@ class FakeControl:
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
+        self.is_away = False  # it restarts
+        self.num_unheard = 0
         self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
         self.shutdowns: list[float] = []
         self.pools_delay_s = 0.0
@@ -102,6 +104,8 @@ class FakeControl:
         return self.told
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        if self.is_away:
+            raise ConnectionError("the controller is restarting; try again")
         self.targets.update(targets)
         return self.targets
 
@@ -109,6 +113,9 @@ class FakeControl:
         self.shutdowns.append(drain_timeout_s)
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
+        if self.is_away:
+            self.num_unheard += 1
+            raise ConnectionError("the controller is restarting; try again")
         self.lost.append((worker_id, reason))
 
 
