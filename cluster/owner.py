@@ -184,7 +184,19 @@ class Owner:
                     service.close()
             if self._temp is not None:
                 self._temp.remove()
+            if service is not None and service.head_lost:
+                self._leave(because)
             self._ray = self._temp = None
+
+    def _leave(self, because: str) -> None:
+        """Ends this process without Ray's own farewell, which would wait for the lost head for
+        seconds, and make the folder anew.
+        """
+        if because:
+            print(f"legato: {because}", file=sys.stderr, flush=True)
+        else:
+            self._progress.stage("ended")
+        os._exit(1 if because else 0)
 
     def _await(
         self, service: RayService, calls: list[object], bound_s: float, signals: int

@@ -31,6 +31,7 @@ class CannedRay:
         self.log: list[str] = []
         self.reason = ""
         self.news: list[str] = []
+        self.head_lost = False
         self.num_tended = 0
         self.asked: float | None = None
         self.never_done = False
@@ -142,6 +143,8 @@ from legato.cluster.cli.serve import run_service
 from legato.cluster.config import ServiceConfig
 
 class Hangs:
+    head_lost = False
+
     def close(self):
         time.sleep(60)
 
