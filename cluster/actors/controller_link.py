@@ -38,17 +38,14 @@ class ControllerLink:
         owner: OwnerProcess,
         settings: Mapping[str, Any],
     ) -> None:
-        self.handle: Any = (
-            ray.remote(ControllerActor)
-            .options(
-                **settings,
-                name=CONTROLLER_NAME,
-                lifetime="detached",  # to end the workers where the owner could not
-                max_restarts=-1,
-                max_task_retries=0,
-            )
-            .remote(plan, targets, options, owner)
+        actor: Any = ray.remote(ControllerActor).options(
+            **settings,
+            name=CONTROLLER_NAME,
+            lifetime="detached",  # to end the workers where the owner could not
+            max_restarts=-1,
+            max_task_retries=0,
         )
+        self.handle = actor.remote(plan, targets, options, owner)
         self.failure = ""  # why it is gone for good
         self._process: WorkerProcess | None = None
         self._beat_call = self.handle.beat.remote()
