@@ -151,9 +151,13 @@ class Admission:
         ]
 
     def enter(self, num_answers: int, deadline: float | None = None) -> list[Entry]:
-        """A request arrives: a place for each of its answers. `deadline`: its client's, if any."""
-        first, now = self._arrivals + 1, self._now()
-        self._arrivals += num_answers
+        """A request arrives: a place for each of its answers. `deadline`: its client's, if any.
+
+        Workers compare the numbers of all routers, so that they follow the clock of the machine
+        that these share: counted from 1, a router started later would always go first.
+        """
+        first, now = max(self._arrivals + 1, time.time_ns() // 1000), self._now()
+        self._arrivals = first + num_answers - 1
         return [Entry(first + index, now, deadline) for index in range(num_answers)]
 
     async def place(

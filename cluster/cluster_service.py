@@ -123,6 +123,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """The controller's pools with the loads that the router sees."""
         try:
             told = await asyncio.wait_for(self._router.control.pools(), CONTROL_TIMEOUT_S)
+        except (TimeoutError, ConnectionError) as error:
+            log.warning("the controller did not tell its pools: %s", error)
+            return self._own_pools()
         except Exception:
             log.exception("the controller did not tell its pools")
             return self._own_pools()
@@ -185,6 +188,8 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wait_for(call, COMMAND_TIMEOUT_S)
     except TimeoutError:
         raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
+    except ConnectionError as error:  # it restarts, or is gone, or cannot do it now
+        raise unavailable(str(error)) from error
 
 
 def _wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:

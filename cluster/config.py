@@ -82,7 +82,7 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """One service: a model, its pools, a router."""
+    """One service: a model, its pools, one router or more."""
 
     model: str
     prefill_workers: int = 1
@@ -102,6 +102,8 @@ class ServiceConfig:
     colocated_resources: ResourceDemand = NO_DEMAND
     start_timeout_s: float = 120.0
     restart: bool = True  # replace workers that are lost
+    # On the ports from `router.port` on, or on any free ones where that is 0.
+    num_routers: int = 1
     engine: EngineOptions = EngineOptions()
     # Of the decode workers, where they differ from `engine`: see `legato.protos.kv_fit`.
     decode_dtype: str | None = None

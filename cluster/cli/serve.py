@@ -51,6 +51,15 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0 takes any free one.")
     ] = DEFAULT_PORT,
+    routers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Routers, at --port and those that follow it. Clients that are told all of "
+            "their addresses go on at another when one dies.",
+        ),
+    ] = 1,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -324,6 +333,7 @@ def serve(
         prefill_workers=prefill,
         decode_workers=decode,
         colocated_workers=colocated,
+        num_routers=routers,
         ray_address=ray_address,
         worker_host=worker_host,
         worker_cpus=worker_cpus,
@@ -377,7 +387,7 @@ def _demand(text: str | None, option: str) -> ResourceDemand:
 def run_service(
     config: ServiceConfig, while_ready: Callable[[Owner, str, TerminalProgress], float | None]
 ) -> int:
-    """Starts, calls `while_ready(owner, address, progress)`, and ends everything in any case.
+    """Starts, calls `while_ready(owner, addresses, progress)`, and ends everything in any case.
 
     `while_ready` returns how long running requests have, or None for no drain. Returns the exit
     code.
@@ -408,17 +418,17 @@ def run_service(
 
 
 def _stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
-    for line in _kv_lines(address):
+    first = address.partition(",")[0]
+    for line in _kv_lines(first):
         progress.stage(line)
     progress.stage(f"ready at {address}")
-    host, _, port = address.rpartition(":")
-    at = "" if int(port) == DEFAULT_PORT and host == "127.0.0.1" else f" --address {address}"
+    at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
     progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
     return owner.wait()
 
 
 def _kv_lines(address: str) -> list[str]:
-    from legato.cluster.owner import dial_address
+    from legato.cluster.heartbeat import dial_address
     from legato.protos import generation_pb2, generation_pb2_grpc
 
     try:

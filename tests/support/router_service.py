@@ -100,6 +100,8 @@ class FakeControl:
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
+        self.is_away = False  # it restarts
+        self.num_unheard = 0
         self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
         self.shutdowns: list[float] = []
         self.role_changes: list[tuple[str, Role]] = []
@@ -109,7 +111,7 @@ class FakeControl:
         self.loads: list[RouterLoad] = []
         self.failing = False  # where it is told of load, or asked of the autoscaler
         self.num_failed = 0
-        self.refusal = ""
+        self.scale_refusal = ""
         self.autoscaler_told = cluster_pb2.AutoscalerStatus()
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
@@ -117,8 +119,10 @@ class FakeControl:
         return self.told
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
-        if self.refusal:
-            raise ValueError(self.refusal)
+        if self.is_away:
+            raise ConnectionError("the controller is restarting; try again")
+        if self.scale_refusal:
+            raise ValueError(self.scale_refusal)
         self.targets.update(targets)
         return self.targets
 
@@ -132,6 +136,9 @@ class FakeControl:
         self.shutdowns.append(drain_timeout_s)
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
+        if self.is_away:
+            self.num_unheard += 1
+            raise ConnectionError("the controller is restarting; try again")
         self.lost.append((worker_id, reason))
 
     async def report_load(self, load: RouterLoad) -> None:
