@@ -130,7 +130,7 @@ class Autoscaler:
             self._can_flip
             and size.settled
             and now_s >= track.quiet_until_s
-            and size.ready - 1 in track.allowed
+            # Needs are within the range: with fewer than there are, it is not at its least.
             and max(track.sizes(now_s - self._options.up_after_s)) < size.ready
         )
 
