@@ -229,18 +229,17 @@ class Owner:
             if failure := service.failure():
                 raise ServiceError(failure)
             try:
-                reason, pools = service.hopeless(), service.pools()
-                address = service.router_address()
+                if reason := service.hopeless():
+                    raise ServiceError(reason)
+                pools, address = service.pools(), service.router_address()
             except TimeoutError:
                 # Ray's, on a machine with too much to do: the start's own bound decides.
-                reason, pools, address, text = "", [], None, "the controller has not answered yet"
+                pools, address, text = [], None, "the controller has not answered yet"
             except ValueError as error:
                 raise ServiceError(str(error)) from error
             else:
                 text = ", ".join(_pool_text(pool) for pool in pools)
                 text += ", router starting" if address is None else ""
-            if reason:
-                raise ServiceError(reason)
             self._progress.state(text)
             full = all(pool.ready == pool.target for pool in pools)
             if address is not None and full and _serves(address):

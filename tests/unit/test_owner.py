@@ -102,6 +102,28 @@ def test_a_dead_router_ends_the_service_with_the_reason(owner: Owner, ray: Canne
     assert ray.log == ["close"]
 
 
+def test_a_controller_that_answers_late_is_asked_again_until_the_start_s_own_bound(
+    stop: StopSignal,
+) -> None:
+    class Late(CannedRay):
+        num_asked = 0
+
+        def hopeless(self) -> str:
+            self.num_asked += 1
+            if self.num_asked < 3:
+                raise TimeoutError
+            return "no node has it"
+
+    ray = Late()
+    with pytest.raises(ServiceError, match=r"^no node has it$"):
+        Owner(ServiceConfig(model="m"), Silent(), stop)._wait_until_ready(ray)  # type: ignore[arg-type]  # stands in
+    assert ray.num_asked == 3
+    bound = ServiceConfig(model="m", start_timeout_s=0.0)
+    told = "not ready within --start-timeout 0 s: the controller has not answered yet"
+    with pytest.raises(ServiceError, match=told):
+        Owner(bound, Silent(), stop)._wait_until_ready(Late())  # type: ignore[arg-type]  # stands in
+
+
 def test_a_second_signal_hurries(owner: Owner, ray: CannedRay) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     drain_s = owner.wait()
