@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from legato.cluster.actors.calls import CALL_TIMEOUT_S, outcome
@@ -22,7 +23,7 @@ from legato.cluster.ray_address import probe_ray
 from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from legato.cluster.actors.plans import RouterPlan, WorkerPlan
@@ -44,18 +45,23 @@ class RayService:
         self._lifelines: dict[Any, str] = {}  # calls that end only where something is wrong
 
     def start_own(self, temp_dir: Path, num_cpus: int) -> ClusterFacts:
-        """Starts a Ray for this service alone; it ends with this process, however that ends."""
+        """Starts a Ray for this service alone; it ends with this process, however that ends.
+
+        Raises:
+            ServiceError: it does not start.
+        """
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,  # how many processes Ray readies, too
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            _temp_dir=str(temp_dir),
-            _node_ip_address="127.0.0.1",
-        )
+        with _failure_in_words("Ray could not be started"):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,  # how many processes Ray readies, too
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=False,
+                _temp_dir=str(temp_dir),
+                _node_ip_address="127.0.0.1",
+            )
         children = psutil.Process().children()
         self._head = next((child for child in children if child.name() == "gcs_server"), None)
         return self._facts(joined=False)
@@ -73,11 +79,8 @@ class RayService:
                 probe_ray(dialled)
             except ServiceError as error:
                 raise ServiceError(f"Ray takes {address} for {dialled}: {error}") from error
-        try:
+        with _failure_in_words(f"joining Ray at {address} failed"):
             ray.init(address=address, configure_logging=False, log_to_driver=False)
-        except (RayError, RuntimeError, OSError, ValueError) as error:
-            told = " ".join(str(error).split())[:400]
-            raise ServiceError(f"joining Ray at {address} failed: {told}") from error
         return self._facts(joined=True)
 
     def launch(
@@ -169,6 +172,14 @@ class RayService:
     def _facts(self, *, joined: bool) -> ClusterFacts:
         cores = len(os.sched_getaffinity(0))
         return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)
+
+
+@contextmanager
+def _failure_in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Ray raises bare ones, such as where its raylet starts too slowly
+        raise ServiceError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 
 def _lives(process: psutil.Process) -> bool:
