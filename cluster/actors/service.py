@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
@@ -26,7 +26,7 @@ from legato.cluster.ray_address import probe_ray
 from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from legato.cluster.actors.plans import RouterPlan, WorkerPlan
@@ -48,19 +48,24 @@ class RayService:
         self._head_lost = False
 
     def start_own(self, temp_dir: Path, num_cpus: int) -> ClusterFacts:
-        """Starts a Ray for this service alone; it ends with this process, however that ends."""
+        """Starts a Ray for this service alone; it ends with this process, however that ends.
+
+        Raises:
+            ServiceError: it does not start.
+        """
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
-        ray.init(
-            address="local",
-            namespace=self._namespace,
-            num_cpus=num_cpus,  # how many processes Ray readies, too
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            _temp_dir=str(temp_dir),
-            _node_ip_address="127.0.0.1",
-        )
+        with _failure_in_words("Ray could not be started"):
+            ray.init(
+                address="local",
+                namespace=self._namespace,
+                num_cpus=num_cpus,  # how many processes Ray readies, too
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=False,
+                _temp_dir=str(temp_dir),
+                _node_ip_address="127.0.0.1",
+            )
         children = psutil.Process().children()
         self._head = next((child for child in children if child.name() == "gcs_server"), None)
         return self._facts(joined=False)
@@ -78,16 +83,13 @@ class RayService:
                 probe_ray(dialled)
             except ServiceError as error:
                 raise ServiceError(f"Ray takes {address} for {dialled}: {error}") from error
-        try:
+        with _failure_in_words(f"joining Ray at {address} failed"):
             ray.init(
                 address=address,
                 namespace=self._namespace,
                 configure_logging=False,
                 log_to_driver=False,
             )
-        except (RayError, RuntimeError, OSError, ValueError) as error:
-            told = " ".join(str(error).split())[:400]
-            raise ServiceError(f"joining Ray at {address} failed: {told}") from error
         return self._facts(joined=True)
 
     def launch(
@@ -208,6 +210,14 @@ class RayService:
     def _facts(self, *, joined: bool) -> ClusterFacts:
         cores = len(os.sched_getaffinity(0))
         return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)
+
+
+@contextmanager
+def _failure_in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Ray raises bare ones, such as where its raylet starts too slowly
+        raise ServiceError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 
 def _lives(process: psutil.Process) -> bool:
