@@ -133,12 +133,10 @@ def parse_request(
     resumed = parse_resumption(request, num_answers, limits.vocab_size)
     asked = request.sampling if resumed is None else resumed.settle(request.sampling)
     prompt = _prompt(request, text, limits)
-    max_tokens = _max_tokens(asked, len(prompt), num_answers, limits)
-    if resumed is not None and resumed.max_tokens not in (None, max_tokens):
-        raise invalid(
-            f"resume.start.max_tokens is {resumed.max_tokens}, limit {max_tokens}: what the "
-            "context leaves"
-        )
+    if resumed is not None and resumed.max_tokens is not None:
+        max_tokens = _kept_max_tokens(resumed.max_tokens, len(prompt), limits)
+    else:
+        max_tokens = _max_tokens(asked, len(prompt), num_answers, limits)
     return RequestSpec(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
@@ -268,6 +266,19 @@ def _max_tokens(
     if max_tokens > max(1, pool_room):
         raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits))
     return max_tokens
+
+
+def _kept_max_tokens(settled: int, num_prompt: int, limits: ModelLimits) -> int:
+    """Of a stream that has begun. Where the workers that could hold it are lost meanwhile, it waits
+    for others, as it would have at the router that it began at.
+    """
+    room = limits.context_length - num_prompt
+    if settled > room:
+        raise invalid(
+            f"resume.start.max_tokens is {settled}, limit {room}: what the context of "
+            f"{limits.context_length} tokens leaves"
+        )
+    return settled
 
 
 def _too_large(num_prompt: int, max_tokens: int, num_answers: int, limits: ModelLimits) -> str:
