@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 NUM_STREAMS = 24
-NUM_TOKENS = 1500
-WAIT_S = 120.0
+NUM_TOKENS = 500
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,15 @@ class Whole:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("moves")
-    model = make_llama_folder(folder / "tiny", max_position_embeddings=8192)
-    words = ("--model", str(model), "--kv-memory", "64MiB", "--threads", "1", "--decode", "2")
+    # Its steps take longer than what router and clients do with their tokens.
+    model = make_llama_folder(
+        folder / "small",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        max_position_embeddings=1024,
+    )
+    words = ("--model", str(model), "--kv-memory", "160MiB", "--threads", "1", "--decode", "2")
     with Served(folder / "serve.log", *words) as service:
         yield service
 
@@ -95,7 +102,7 @@ def begin(client: Client, threads: ThreadPoolExecutor) -> list[Future[Whole]]:
     while True:
         workers = decode_workers(client)
         made = sum(w.load.decode_tokens - before[w.worker_id] for w in workers)
-        if sum(w.load.running for w in workers) == NUM_STREAMS and made > 100 * NUM_STREAMS:
+        if sum(w.load.running for w in workers) == NUM_STREAMS and made > 40 * NUM_STREAMS:
             return streams
         assert time.monotonic() < deadline_s, workers
         time.sleep(0.02)
