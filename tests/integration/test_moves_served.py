@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 NUM_STREAMS = 24
-NUM_TOKENS = 500
+NUM_TOKENS = 400
 WAIT_S = 240.0
 
 
@@ -115,10 +115,13 @@ def check(streams: list[Future[Whole]], alone: list[list[int]]) -> list[Whole]:
     answers = [stream.result(WAIT_S) for stream in streams]
     assert [answer.token_ids for answer in answers] == alone
     for answer in answers:
-        timings = answer.finish.timings
-        assert timings.attempts == 1
-        assert timings.prefill_forwards + timings.decode_forwards == NUM_TOKENS
+        assert answer.finish.timings.attempts == 1
     return answers
+
+
+def was_computed_anew(answer: Whole) -> bool:
+    """Then a prefill took the place of a decode forward."""
+    return answer.finish.timings.decode_forwards < NUM_TOKENS - 1
 
 
 def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int]]) -> None:
@@ -137,7 +140,7 @@ def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int
         needed_s = max(answer.ended_at_s for answer in answers) - began_s
         moves = sum(answer.finish.timings.moves for answer in answers)
         status = client.status().router
-        num_anew = sum(answer.finish.timings.prefill_forwards > 1 for answer in answers)
+        num_anew = sum(map(was_computed_anew, answers))
         print(
             f"{num_there} streams on the worker, {moves} moved, {num_anew} computed anew, "
             f"gone after {drained_s:.2f} s; "
@@ -172,7 +175,7 @@ def test_a_worker_that_is_told_to_end_is_replaced_and_loses_nothing(
         moves = sum(answer.finish.timings.moves for answer in answers)
         needed_s = max(answer.ended_at_s for answer in answers) - began_s
         status = client.status().router
-        num_anew = sum(answer.finish.timings.prefill_forwards > 1 for answer in answers)
+        num_anew = sum(map(was_computed_anew, answers))
         print(
             f"of {num_decodes}: {moves} moved, {num_anew} computed anew, "
             f"replaced after {replaced_s:.2f} s; the streams ran "
