@@ -18,7 +18,7 @@ _RAYS_END = "raise_sys_exit_with_custom_error_message"
 log = logging.getLogger(__name__)
 
 
-def at_sigterm(told: Callable[[], None]) -> None:
+def at_sigterm(told: Callable[[], object]) -> None:
     """From now on each SIGTERM calls `told`, on the main thread, and nothing else happens."""
     if not hasattr(ray_worker, _RAYS_END):
         log.warning("this version of Ray ends a worker's process at SIGTERM without a drain")

@@ -1,16 +1,9 @@
-"""Sequences that leave the batch to be moved: in the scheduler, and in engines that overlap."""
+"""Sequences that leave the batch to be moved, in the scheduler alone."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-
 import pytest
-from engine_pair import BLOCK_SIZE, running_engines
-from model_checks import build
-from test_capacity_scheduler import Bench, parts, victims
-from test_engine_preemption import answers_alone, check_same, crowd, overlapping
-from tiny_models import make_llama
+from scheduler_bench import Bench, parts, victims
 
 from legato.worker.scheduling.live import claim_of, lease_of
 from legato.worker.sequence import SequenceState
@@ -112,30 +105,3 @@ def test_one_whose_prompt_is_computed_here_is_parked_behind_it() -> None:
     assert num_steps > 1
     assert bench.scheduler.schedule(0.0) is None
     assert bench.scheduler.take_parked() == [(sequence, 1)]
-
-
-@overlapping
-@pytest.mark.parametrize("num_slots", [0, 600], ids=["return", "swap"])
-async def test_a_crowd_that_is_parked_and_resumed_at_random(overlap: bool, num_slots: int) -> None:
-    """On a third of the room that they want: every answer is the one that it is alone."""
-    model = build(make_llama())
-    requests = crowd()
-    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
-    async with running_engines(
-        model,
-        num_blocks=rows // BLOCK_SIZE // 3,
-        num_slots=num_slots,
-        overlap=overlap,
-        prior_tokens=2,
-        risk=0.9,
-    ) as pair:
-        pair.parks = random.Random(3)
-        answers = await asyncio.gather(
-            *(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests)
-        )
-        assert pair.num_parked > 50
-        assert pair.decode.stats().num_preemptions > 0
-        await pair.check_all_is_back()
-    rights = await asyncio.to_thread(answers_alone, model, requests)
-    for [answer], right in zip(answers, rights, strict=True):
-        check_same(answer, right)
