@@ -57,7 +57,7 @@ class Handover:
         self.joined_at_s = 0.0  # on the monotonic clock
         self.num_retargets = 0
         self._life = life
-        self._number = life.tries  # of the attempt that this is part of
+        self._number = reserve.key.attempt
         self._group = group
         self._prefill = prefill
         self._reserve = reserve

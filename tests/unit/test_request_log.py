@@ -131,3 +131,29 @@ async def test_answers_that_a_colocated_worker_serves_one_by_one_leave_each_othe
     told = lines(path)
     assert check_owners(told, {}) == []
     assert len([line for line in told if line["event"] == "begun"]) > 3
+
+
+async def test_answers_that_go_on_alone_are_retargeted_each_in_its_own_attempt(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    prefill = FakeWorker("prefill")
+    decodes = [FakeWorker("decode", step_s=0.005) for _ in range(3)]
+    async with Service([prefill], decodes, request_log=str(path)) as service:
+        reading = asyncio.create_task(collect_all(service, ask("hello", 60, n=2)))
+        await until(lambda: any(worker.num_tokens_sent > 8 for worker in decodes))
+        prefill.faults.hold_handoff = True
+        victim = next(worker for worker in decodes if worker.num_tokens_sent)
+        decodes.remove(victim)
+        await victim.die()
+        await until(lambda: sum(len(worker.starts) for worker in decodes) == 2)
+        victim = next(worker for worker in decodes if worker.starts)
+        decodes.remove(victim)
+        await victim.die()
+        await until(lambda: bool(prefill.retargets))
+        prefill.faults.hold_handoff = False
+        await reading
+        await service.settle()
+    told = lines(path)
+    assert [line for line in told if line["event"] == "retargeted"]
+    assert check_owners(told, {}) == []
