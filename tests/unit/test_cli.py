@@ -26,7 +26,7 @@ from legato.cluster.client import Finished, Tokens
 from legato.cluster.config import EngineOptions
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import dial_address
-from legato.cluster.owner import check_port
+from legato.cluster.router_ports import check_port
 from legato.protos import (
     cluster_pb2,
     cluster_pb2_grpc,
