@@ -245,10 +245,6 @@ class Controller:
             starting=len(pool.in_state(WorkerState.STARTING)),
         )
 
-    def worker_names(self) -> list[str]:
-        """Of every live worker."""
-        return [name for pool in self._pools.values() for name in pool.workers]
-
     def hopeless(self) -> str:
         """Why a pool cannot reach its target by itself any more; empty while it may."""
         for pool in self._pools.values():
