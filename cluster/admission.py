@@ -29,6 +29,7 @@ from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from legato.cluster.colocation import Apart
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import Role
     from legato.cluster.path_policies import Closed
@@ -141,10 +142,22 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
+    def waiting(self) -> list[tuple[Demand, bool]]:
+        """Of each request that waits its demand, and whether it has yet to get a prefill worker."""
+        return [
+            (entry.demand, entry.keeps is None)
+            for entry in self._waiting
+            if entry.placed is not None and not entry.placed.done()
+        ]
+
     def enter(self, num_answers: int, deadline: float | None = None) -> list[Entry]:
-        """A request arrives: a place for each of its answers. `deadline`: its client's, if any."""
-        first, now = self._arrivals + 1, self._now()
-        self._arrivals += num_answers
+        """A request arrives: a place for each of its answers. `deadline`: its client's, if any.
+
+        Workers compare the numbers of all routers, so that they follow the clock of the machine
+        that these share: counted from 1, a router started later would always go first.
+        """
+        first, now = max(self._arrivals + 1, time.time_ns() // 1000), self._now()
+        self._arrivals = first + num_answers - 1
         return [Entry(first + index, now, deadline) for index in range(num_answers)]
 
     async def place(
@@ -223,14 +236,12 @@ class Admission:
             has_prefill = prefill is not None or keeps
             fits = has_prefill and (decode is not None or not demand.decode_tokens)
             if passes and not keeps and alone:
-                pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None = None
-                if fits and decode is not None and closed:
-                    pair = _over_open_path(
+                apart: Apart = (prefill, decode) if fits else None
+                if apart is not None and decode is not None and closed:
+                    apart = _over_open_path(
                         entry, prefills.values(), decodes.values(), everyone, closed
                     )
-                elif fits:
-                    pair = prefill, decode
-                colocated = self._choose_colocated(demand, alone.values(), pair)
+                colocated = self._choose_colocated(demand, alone.values(), apart)
                 if colocated is not None:
                     self._start(entry, colocated, colocated, now)
                     self._refresh(alone, colocated)
@@ -266,7 +277,7 @@ class Admission:
         self,
         demand: Demand,
         workers: Iterable[WorkerSnapshot],
-        pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None,
+        pair: Apart,
     ) -> WorkerSnapshot | None:
         """The colocated worker that the request goes to; None: it goes to the pair, or waits."""
         demand = one_answer(demand)

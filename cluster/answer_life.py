@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
+    from legato.cluster.load_window import LoadWindow
     from legato.cluster.request import RequestSpec
     from legato.cluster.request_log import RequestLog
     from legato.cluster.timings import Phase, PhaseClock
@@ -37,6 +38,7 @@ class AnswerLife:
     send: Send  # hands a message to gRPC; returns when the client's flow control took it
     token_text: Callable[[int], str]
     log: RequestLog
+    window: LoadWindow | None = None  # where its waits are counted, if anywhere
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
@@ -128,7 +130,9 @@ class AnswerLife:
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""
         if delta.token_ids or delta.text:
-            self.clock.mark_first_token()
+            ttft_s = self.clock.mark_first_token()
+            if ttft_s is not None and self.window is not None:
+                self.window.note_first_token(ttft_s)
             await self._tell(generation_pb2.GenerateResponse(delta=delta))
 
     async def finish(self, ending: Ending) -> None:

@@ -40,58 +40,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncStream:
-    """An asynchronous iterator of one request's events. Cancelling who reads it cancels it."""
+class _Calls:
+    """The calls of one stream, one after the other."""
 
     def __init__(self, attempts: Attempts, channels: Channels[grpc.aio.Channel]) -> None:
-        self._attempts = attempts
+        self.attempts = attempts
         self._channels = channels
         self._cancelled = asyncio.Event()
         self._call: Call | None = None
-        self._events = self._run()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        return await anext(self._events)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    @property
-    def request_id(self) -> str:
-        """As the service's logs have it."""
-        return self._attempts.request_id
-
-    @property
-    def num_attempts(self) -> int:
-        """Calls so far: above 1 the stream was resumed, or refused for a while."""
-        return self._attempts.num_attempts
 
     def cancel(self) -> None:
-        """Frees what the request holds; whoever reads gets CANCELLED. Idempotent."""
         self._cancelled.set()
         if self._call is not None:
             self._call.cancel()
 
-    async def aclose(self) -> None:
-        """By who reads: nothing more comes. Idempotent."""
-        self.cancel()
-        await self._events.aclose()
-
-    async def result(self) -> Result:
-        """Reads to the end; to be asked before anything was read."""
-        result = empty_result(self.request_id, len(self._attempts.state.answers))
-        async for event in self:
-            result.add(event)
-        return result
-
-    async def _run(self) -> AsyncGenerator[Event]:
-        attempts = self._attempts
+    async def events(self) -> AsyncGenerator[Event]:
+        attempts = self.attempts
         while True:
             attempt = attempts.next()
             failure = CUT
@@ -127,9 +91,59 @@ class AsyncStream:
 
     def _check(self) -> None:
         if self._cancelled.is_set():
-            raise self._attempts.cancelled("cancelled by its client")
+            raise self.attempts.cancelled("cancelled by its client")
         if self._channels.closed:
-            raise self._attempts.cancelled("the client is closed")
+            raise self.attempts.cancelled("the client is closed")
+
+
+class AsyncStream:
+    """An asynchronous iterator of one request's events. Cancelling who reads it cancels it.
+
+    Dropped before its end it is cancelled too.
+    """
+
+    def __init__(self, attempts: Attempts, channels: Channels[grpc.aio.Channel]) -> None:
+        self._calls = _Calls(attempts, channels)
+        # It knows nothing of this object, so that both go with the last reference to this one.
+        self._events = self._calls.events()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        return await anext(self._events)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def request_id(self) -> str:
+        """As the service's logs have it."""
+        return self._calls.attempts.request_id
+
+    @property
+    def num_attempts(self) -> int:
+        """Calls so far: above 1 the stream was resumed, or refused for a while."""
+        return self._calls.attempts.num_attempts
+
+    def cancel(self) -> None:
+        """Frees what the request holds; whoever reads gets CANCELLED. Idempotent."""
+        self._calls.cancel()
+
+    async def aclose(self) -> None:
+        """By who reads: nothing more comes. Idempotent."""
+        self.cancel()
+        await self._events.aclose()
+
+    async def result(self) -> Result:
+        """Reads to the end; to be asked before anything was read."""
+        result = empty_result(self.request_id, len(self._calls.attempts.state.answers))
+        async for event in self:
+            result.add(event)
+        return result
 
 
 class AsyncClient:

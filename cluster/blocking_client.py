@@ -37,53 +37,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Stream:
-    """An iterator of one request's events; one thread reads it, any may cancel it."""
+class _Calls:
+    """The calls of one stream, one after the other. Any thread may cancel the one that runs."""
 
     def __init__(self, attempts: Attempts, channels: Channels[grpc.Channel]) -> None:
-        self._attempts = attempts
+        self.attempts = attempts
         self._channels = channels
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
-        self._events = self._run()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Event:
-        return next(self._events)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
-        self._events.close()
-
-    @property
-    def request_id(self) -> str:
-        """As the service's logs have it."""
-        return self._attempts.request_id
-
-    @property
-    def num_attempts(self) -> int:
-        """Calls so far: above 1 the stream was resumed, or refused for a while."""
-        return self._attempts.num_attempts
 
     def cancel(self) -> None:
-        """Frees what the request holds; whoever reads gets CANCELLED. Idempotent."""
         with self._lock:
             self._cancelled.set()
             if self._call is not None:
                 self._call.cancel()
 
-    def result(self) -> Result:
-        """Reads to the end; to be asked before anything was read."""
-        return collect(self.request_id, len(self._attempts.state.answers), self)
-
-    def _run(self) -> Generator[Event]:
-        attempts = self._attempts
+    def events(self) -> Generator[Event]:
+        attempts = self.attempts
         while True:
             attempt = attempts.next()
             failure = CUT
@@ -120,9 +91,52 @@ class Stream:
 
     def _check(self) -> None:
         if self._cancelled.is_set():
-            raise self._attempts.cancelled("cancelled by its client")
+            raise self.attempts.cancelled("cancelled by its client")
         if self._channels.closed:
-            raise self._attempts.cancelled("the client is closed")
+            raise self.attempts.cancelled("the client is closed")
+
+
+class Stream:
+    """An iterator of one request's events; one thread reads it, any may cancel it.
+
+    Dropped before its end it is cancelled too.
+    """
+
+    def __init__(self, attempts: Attempts, channels: Channels[grpc.Channel]) -> None:
+        self._calls = _Calls(attempts, channels)
+        # It knows nothing of this object, so that both go with the last reference to this one.
+        self._events = self._calls.events()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+        self._events.close()
+
+    @property
+    def request_id(self) -> str:
+        """As the service's logs have it."""
+        return self._calls.attempts.request_id
+
+    @property
+    def num_attempts(self) -> int:
+        """Calls so far: above 1 the stream was resumed, or refused for a while."""
+        return self._calls.attempts.num_attempts
+
+    def cancel(self) -> None:
+        """Frees what the request holds; whoever reads gets CANCELLED. Idempotent."""
+        self._calls.cancel()
+
+    def result(self) -> Result:
+        """Reads to the end; to be asked before anything was read."""
+        return collect(self.request_id, len(self._calls.attempts.state.answers), self)
 
 
 class Client:

@@ -12,6 +12,7 @@ import grpc
 
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import RequestError, invalid, unavailable
+from legato.cluster.pool import MAX_POOL_SIZE
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.cluster.roles import WIRE_ROLES, role_of
 from legato.cluster.worker_view import ViewState
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 CONTROL_TIMEOUT_S = 2.0  # for status: an answer without the controller is better than none
 COMMAND_TIMEOUT_S = 8.0  # less than a client waits
-MAX_POOL_SIZE = 1024
 DEFAULT_DRAIN_S = 10.0
 MAX_DRAIN_S = 600.0
 
@@ -47,13 +47,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.GetStatusResponse:
         """See cluster.proto. Answers within CONTROL_TIMEOUT_S, whatever the controller does."""
         router = self._router
+        pools, autoscaler = await asyncio.gather(self._pools(), self._autoscaler())
         counters = router.counters
         return cluster_pb2.GetStatusResponse(
             model=router.model_name,
             version=router.version,
             uptime_s=time.monotonic() - router.started_at,
             ready=router.ready,
-            pools=await self._pools(),
+            pools=pools,
             router=cluster_pb2.RouterStatus(
                 queued=router.admission.num_queued,
                 in_flight=router.num_in_flight,
@@ -66,6 +67,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,
+            autoscaler=autoscaler,
         )
 
     @with_status
@@ -76,7 +78,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ScalePoolResponse:
         """See cluster.proto."""
         targets = read_targets(request)
-        result = await _asked(self._router.control.scale(targets))
+        try:
+            result = await _asked(self._router.control.scale(targets))
+        except ValueError as error:  # an autoscaled pool's range is the controller's to know
+            raise invalid(f"targets: {error}") from error
         return cluster_pb2.ScalePoolResponse(targets=_wire_targets(result))
 
     @with_status
@@ -118,6 +123,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """The controller's pools with the loads that the router sees."""
         try:
             told = await asyncio.wait_for(self._router.control.pools(), CONTROL_TIMEOUT_S)
+        except (TimeoutError, ConnectionError) as error:
+            log.warning("the controller did not tell its pools: %s", error)
+            return self._own_pools()
         except Exception:
             log.exception("the controller did not tell its pools")
             return self._own_pools()
@@ -133,6 +141,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 if view is not None and view.state is ViewState.LOST:
                     pool.message = pool.message or f"{view.worker_id} is lost: {view.lost_reason}"
         return pools
+
+    async def _autoscaler(self) -> cluster_pb2.AutoscalerStatus | None:
+        if not self._router.options.reports_load:
+            return None
+        try:
+            return await asyncio.wait_for(self._router.control.autoscaler(), CONTROL_TIMEOUT_S)
+        except Exception:
+            log.exception("the controller did not tell of its autoscaler")
+            return None
 
     def _own_pools(self) -> list[cluster_pb2.PoolStatus]:
         pools = []
@@ -171,6 +188,8 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wait_for(call, COMMAND_TIMEOUT_S)
     except TimeoutError:
         raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
+    except ConnectionError as error:  # it restarts, or is gone, or cannot do it now
+        raise unavailable(str(error)) from error
 
 
 def _wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from legato.cluster.policies import Demand, PrefillCosts, WorkerSnapshot
 
+    # A prefill worker, and the decode worker where one is needed.
+    Apart = tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None
+
 
 def one_answer(demand: Demand) -> Demand:
     """What the first of several answers asks of a colocated worker.
@@ -53,7 +56,7 @@ def pick_colocated(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerS
 def prefers_colocated(
     demand: Demand,
     colocated: WorkerSnapshot,
-    pair: tuple[WorkerSnapshot | None, WorkerSnapshot | None] | None,
+    pair: Apart,
     costs: PrefillCosts,
 ) -> bool:
     """Whether a request goes to the colocated worker that has room rather than to a pair that has.
@@ -65,9 +68,9 @@ def prefers_colocated(
     of late goes to the pair, and so does a request that failed on the colocated worker before.
     """
     prefill, decode = pair or (None, None)
-    if prefill is None or pair is None:
+    if prefill is None:
         return True
-    failed_apart = any(w is not None and w.worker_id in demand.avoid for w in pair)
+    failed_apart = any(w is not None and w.worker_id in demand.avoid for w in (prefill, decode))
     if (colocated.worker_id in demand.avoid) != failed_apart:
         return failed_apart
     if costs.remote_token_s is None or (decode is not None and costs.remote_overhead_s is None):

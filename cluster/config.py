@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
 
 if TYPE_CHECKING:
+    from legato.cluster.autoscale_options import AutoscaleOptions
     from legato.cluster.control_plane import Role
 
 Admission = Literal["expected", "reserve"]
@@ -76,11 +77,12 @@ class RouterOptions:
     local_prefill_tokens: int = 128
     # A file for lines about every request; see docs/operations.md.
     request_log: str | None = None
+    reports_load: bool = False  # to the controller, once a second: where the pools are autoscaled
 
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """One service: a model, its pools, a router."""
+    """One service: a model, its pools, one router or more."""
 
     model: str
     prefill_workers: int = 1
@@ -100,11 +102,14 @@ class ServiceConfig:
     colocated_resources: ResourceDemand = NO_DEMAND
     start_timeout_s: float = 120.0
     restart: bool = True  # replace workers that are lost
+    # On the ports from `router.port` on, or on any free ones where that is 0.
+    num_routers: int = 1
     engine: EngineOptions = EngineOptions()
     # Of the decode workers, where they differ from `engine`: see `legato.protos.kv_fit`.
     decode_dtype: str | None = None
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
+    autoscale: AutoscaleOptions | None = None
 
     @property
     def pool_sizes(self) -> dict[Role, int]:

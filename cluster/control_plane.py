@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.cluster.role_change import RoleChange
+    from legato.cluster.router_load import RouterLoad
     from legato.protos import cluster_pb2
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -47,4 +48,12 @@ class ControlPlane(Protocol):
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """The router saw this worker hang or die on the data path: replace it."""
+        ...
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """Where the pools are autoscaled: what this router sees, once a second."""
+        ...
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """Where the pools are autoscaled: ranges, needs and the last decisions."""
         ...

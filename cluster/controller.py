@@ -11,8 +11,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from legato.cluster.adoption import ControllerMemory, WorkerMemory, plan_adoption
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.pool import (
+    MAX_POOL_SIZE,
     ControllerOptions,
     Drain,
     Kill,
@@ -23,17 +25,18 @@ from legato.cluster.pool import (
     decide,
     describe,
 )
+from legato.cluster.pool_pressure import PoolSize
 from legato.cluster.role_change import RoleChange, check_role_change, find_worker
 from legato.cluster.roles import ROLES, WIRE_ROLES
 from legato.protos import cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+    from legato.cluster.adoption import FoundWorker
     from legato.cluster.control_plane import Role
 
 log = logging.getLogger(__name__)
-MAX_POOL_SIZE = 1024
 _WIRE_PHASE = {
     WorkerState.STARTING: common_pb2.WORKER_PHASE_STARTING,
     WorkerState.READY: common_pb2.WORKER_PHASE_READY,
@@ -57,6 +60,10 @@ class Launcher(Protocol):
 
     def start(self, name: str, role: Role) -> None:
         """Leads to `on_ready` or `on_dead`, and to `on_dead` whenever the process ends."""
+        ...
+
+    def adopt(self, name: str, role: Role) -> None:
+        """A worker that an earlier controller started: leads to what `start` leads to."""
         ...
 
     def drain(self, name: str, timeout_s: float) -> None:
@@ -101,20 +108,54 @@ class Controller:
         publish: Callable[[tuple[WorkerEndpoint, ...]], None],
         targets: Mapping[Role, int],
         options: ControllerOptions | None = None,
+        remember: Callable[[ControllerMemory], None] = lambda _: None,
     ) -> None:
+        """`remember` gets what a next controller must know, before the launcher is told of it."""
         self._launcher = launcher
         self._publish = publish
+        self._remember = remember
         self._options = options or ControllerOptions()
         sizes = {role: _checked_size(role, targets.get(role, 0)) for role in ROLES}
         self._pools = {role: Pool(role, size) for role, size in sizes.items()}
         self._published: tuple[WorkerEndpoint, ...] = ()
         self._closed = False
+        self._held = ""  # why nothing can be started
         self._num_started = dict.fromkeys(ROLES, 0)
+        self._remembered: ControllerMemory | None = None
+
+    def adopt(self, memory: ControllerMemory, found: Iterable[FoundWorker], now_s: float) -> None:
+        """Takes over from a controller whose process ended; before the first `step`.
+
+        Publishes once, when all of it is known: a part of the list would have routers drop workers
+        that serve.
+        """
+        self._num_started.update(memory.num_started)
+        self._closed = self._closed or memory.closed
+        for role, target in memory.targets.items():
+            self._pools[role].target = target
+            self._pools[role].num_lost = memory.num_lost[role]
+        adoption = plan_adoption(memory, found, now_s, self._options)
+        for record in adoption.records:
+            self._pools[record.role].workers[record.name] = record
+            log.info("worker %s (%s) is taken over", record.name, record.state.value)
+        self._publish_changes()
+        for record in adoption.records:
+            self._launcher.adopt(record.name, record.role)
+            if record.state is WorkerState.DRAINING:
+                self._launcher.drain(record.name, self._options.drain_timeout_s)
+        for name, reason in adoption.ended.items():
+            log.warning("worker %s is ended: %s", name, reason)
+            self._launcher.kill(name)
+
+    def hold(self, reason: str) -> None:
+        """Nothing can be started for now; "" lets it again. All else goes on."""
+        self._held = reason
 
     def step(self, now_s: float) -> None:
         """Takes the actions that `decide` names, and publishes if the workers changed."""
         if self._closed:
             return
+        self._remember_changes()
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
             for worker in pool.in_state(WorkerState.STARTING):
@@ -122,7 +163,7 @@ class Controller:
                     worker.since_s = now_s
             for action in decide(pool, now_s, self._options, self._num_arriving(pool)):
                 match action:
-                    case Start():
+                    case Start() if not self._held:
                         self._start(pool, now_s)
                     case Drain(name):
                         self._drain(pool.workers[name], now_s)
@@ -171,6 +212,7 @@ class Controller:
     def close(self) -> None:
         """The service ends: from now on nothing is started or scaled."""
         self._closed = True
+        self._remember_changes()
 
     # Events. One about a worker that is no longer known is old news: the kill that was asked for
     # and the death that follows it cross on the way.
@@ -248,6 +290,20 @@ class Controller:
         """Targets and workers; the loads are the router's to add."""
         return [self._pool_status(pool, now_s) for pool in self._shown_pools()]
 
+    def ready_ids(self, role: Role) -> tuple[str, ...]:
+        """Worker ids of the pool that serve and do not drain."""
+        ready = self._pools[role].in_state(WorkerState.READY)
+        return tuple(w.endpoint.worker_id for w in ready if w.endpoint is not None)
+
+    def size_of(self, role: Role) -> PoolSize:
+        """Of one pool, for the autoscaler."""
+        pool = self._pools[role]
+        return PoolSize(
+            target=pool.target,
+            ready=len(pool.in_state(WorkerState.READY)),
+            starting=len(pool.in_state(WorkerState.STARTING)),
+        )
+
     def worker_names(self) -> list[str]:
         """Of every live worker."""
         return [name for pool in self._pools.values() for name in pool.workers]
@@ -267,12 +323,13 @@ class Controller:
             for worker in pool.in_state(WorkerState.STARTING)
             if (text := self._launcher.waiting_for(worker.name))
         ]
+        message = describe(pool, now_s, self._options, waiting, self._num_arriving(pool))
         return cluster_pb2.PoolStatus(
             role=WIRE_ROLES[pool.role],
             target=pool.target,
             ready=len(pool.in_state(WorkerState.READY)),
             workers=[_worker_status(worker) for worker in pool.workers.values()],
-            message=describe(pool, now_s, self._options, waiting, self._num_arriving(pool)),
+            message="; ".join(text for text in (message, self._held) if text),
         )
 
     def _shown_pools(self) -> list[Pool]:
@@ -295,6 +352,7 @@ class Controller:
         self._num_started[pool.role] += 1
         name = f"{pool.role}-{self._num_started[pool.role]}"
         worker = pool.workers[name] = WorkerRecord(name, pool.role, WorkerState.STARTING, now_s)
+        self._remember_changes()
         return worker
 
     def _drain(self, worker: WorkerRecord, now_s: float) -> None:
@@ -360,7 +418,24 @@ class Controller:
                 return pool, pool.workers[name]
         return None, None
 
+    def _remember_changes(self) -> None:
+        memory = ControllerMemory(
+            targets={role: pool.target for role, pool in self._pools.items()},
+            num_started=dict(self._num_started),
+            workers={
+                worker.name: WorkerMemory(worker.role, worker.state)
+                for pool in self._pools.values()
+                for worker in pool.workers.values()
+            },
+            num_lost={role: pool.num_lost for role, pool in self._pools.items()},
+            closed=self._closed,
+        )
+        if memory != self._remembered:
+            self._remembered = memory
+            self._remember(memory)
+
     def _publish_changes(self) -> None:
+        self._remember_changes()
         endpoints = self.endpoints()
         if endpoints != self._published:
             self._published = endpoints

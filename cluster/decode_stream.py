@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer_life import DecodeFigures, enter
 from legato.cluster.departures import Departures
+from legato.cluster.load_window import TokenGaps
 from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import WorkerFailedError, WorkerFaultError
 from legato.protos import common_pb2, worker_pb2
@@ -57,6 +59,8 @@ class DecodeStream:
         worker_id = self._decode.view.worker_id
         figures = {n: DecodeFigures(a, worker_id) for n, a in self._group.items()}
         departures = Departures(self._life, self._group, self._decode, self._placement)
+        window = next(iter(self._group.values())).window
+        gaps = TokenGaps(window, time.monotonic()) if window is not None else None
         try:
             while self._group:
                 event = await self._decode.next_of_answer()
@@ -70,7 +74,11 @@ class DecodeStream:
                 if isinstance(event, worker_pb2.Tokens):
                     departures.hear_tokens(number)
                     figures[number].count(event)
+                    if gaps is not None:
+                        gaps.arrived(number, len(event.tokens), time.monotonic())
                     await self._take(event, departures)
+                    if gaps is not None:
+                        gaps.delivered(time.monotonic())
                 elif isinstance(event, worker_pb2.Preempted):
                     answer = self._leave(number)
                     await departures.drop(number)

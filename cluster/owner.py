@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from legato.cluster.errors import ServiceError
-from legato.cluster.heartbeat import SILENCE_S, Heartbeat
+from legato.cluster.heartbeat import dial_address
 from legato.cluster.placement import check_own, place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
+MAX_PORT = 65535
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
 
@@ -75,17 +76,17 @@ class Owner:
         self._stop = stop
         self._ray: RayService | None = None
         self._temp: RayTemp | None = None
-        self._heartbeat: Heartbeat | None = None
 
     def start(self) -> str:
-        """Returns the public address when every worker asked for is ready.
+        """Returns the public addresses, joined by commas, when every worker asked for is ready.
 
         Raises:
             ServiceError: one sentence with what to do.
             StartInterruptedError: a signal came first.
         """
         config = self._config
-        check_port(config.router.host, config.router.port)
+        for port in router_ports(config):
+            check_port(config.router.host, port)
         ray_address = self._ray_address()
         if ray_address is None:
             self._check_own()
@@ -106,8 +107,10 @@ class Owner:
             self._temp = RayTemp()
             # Our actors need no CPU of Ray's; where the user counts them, these are the machine's.
             cores = len(os.sched_getaffinity(0))
-            num_cpus = cores if config.asks_cpus else config.num_workers + 2
-            facts = service.start_own(self._temp.ray_folder, num_cpus)
+            num_actors = config.num_workers + 1 + config.num_routers
+            facts = service.start_own(
+                self._temp.ray_folder, cores if config.asks_cpus else num_actors
+            )
             self._progress.stage("Ray started")
         else:
             self._progress.state(f"joining Ray at {ray_address}")
@@ -137,6 +140,7 @@ class Owner:
             ),
             RouterPlan(
                 options=config.router,
+                num_routers=config.num_routers,
                 model_path=str(model_path),
                 model_name=config.model,
                 version=legato_version(),
@@ -144,25 +148,30 @@ class Owner:
                 owner_host=socket.gethostname(),
             ),
             config.pool_sizes,
-            ControllerOptions(start_timeout_s=config.start_timeout_s, restart=config.restart),
+            ControllerOptions(
+                start_timeout_s=config.start_timeout_s,
+                restart=config.restart,
+                autoscale=config.autoscale,
+            ),
         )
         return self._wait_until_ready(service)
 
     def wait(self) -> float:
         """Returns when the end is asked for: the seconds that running requests have.
 
+        Routers and controller that die or hang meanwhile are started again. Where the head of our
+        own Ray is lost, what runs serves on.
+
         Raises:
-            ServiceError: the router or the controller is gone.
+            ServiceError: they are gone for good.
         """
         service = self._running()
         while not self._stop.count:
+            for news in service.tend():
+                self._progress.stage(news)
             if failure := service.failure():
                 raise ServiceError(f"{failure}; ending the service")
-            if self._heartbeat is not None and self._heartbeat.silent_for_s > SILENCE_S:
-                raise ServiceError(
-                    f"the router has not answered for {SILENCE_S:g} s; ending the service"
-                )
-            asked = service.shutdown_asked()
+            asked = service.end_asked()
             if asked is not None:
                 return asked
             time.sleep(POLL_S)
@@ -180,8 +189,6 @@ class Owner:
         off, since nobody comes to say it then.
         """
         service, signals = self._ray, self._stop.count
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
         try:
             if service is not None and drain_timeout_s is not None:
                 self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
@@ -195,12 +202,27 @@ class Owner:
                     service.close()
             if self._temp is not None:
                 self._temp.remove()
+            if service is not None and service.head_lost:
+                self._leave(because)
             self._ray = self._temp = None
 
-    def _await(self, service: RayService, call: object, bound_s: float, signals: int) -> None:
+    def _leave(self, because: str) -> None:
+        """Ends this process without Ray's own farewell, which would wait for the lost head for
+        seconds, and make the folder anew.
+        """
+        if because:
+            print(f"legato: {because}", file=sys.stderr, flush=True)
+        else:
+            self._progress.stage("ended")
+        os._exit(1 if because else 0)
+
+    def _await(
+        self, service: RayService, calls: list[object], bound_s: float, signals: int
+    ) -> None:
         deadline_s = time.monotonic() + bound_s + 5
         while self._stop.count == signals and time.monotonic() < deadline_s:
-            if service.done(call, POLL_S):
+            service.tend()  # the controller, too, must know that we live
+            if service.done(calls, POLL_S):
                 return
 
     def _ray_address(self) -> str | None:
@@ -230,26 +252,18 @@ class Owner:
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._check_stop()
-            if failure := service.failure():
+            service.tend()
+            if failure := service.start_failure():
                 raise ServiceError(failure)
-            try:
-                reason, pools = service.hopeless(), service.pools()
-                address = service.router_address()
-            except TimeoutError:
-                # Ray's, on a machine with too much to do: the start's own bound decides.
-                reason, pools, address, text = "", [], None, "the controller has not answered yet"
-            except ValueError as error:
-                raise ServiceError(str(error)) from error
-            else:
-                text = ", ".join(_pool_text(pool) for pool in pools if pool.target)
-                text += ", router starting" if address is None else ""
-            if reason:
-                raise ServiceError(reason)
+            addresses, pools = service.router_addresses(), service.pools()
+            shown = [pool for pool in pools or () if pool.target]
+            text = ", ".join(_pool_text(pool) for pool in shown) or "controller starting"
+            if not addresses:
+                text += ", router starting"
             self._progress.state(text)
-            full = all(pool.ready == pool.target for pool in pools)
-            if address is not None and full and _serves(address):
-                self._heartbeat = Heartbeat(dial_address(address))
-                return address
+            full = pools is not None and all(pool.ready == pool.target for pool in pools)
+            if addresses and full and all(_serves(address) for address in addresses):
+                return ",".join(addresses)
             if time.monotonic() > deadline_s:
                 raise ServiceError(f"not ready within --start-timeout {timeout_s:g} s: {text}")
             time.sleep(POLL_S)
@@ -262,6 +276,19 @@ class Owner:
         if self._ray is None:
             raise RuntimeError("the service has not been started")
         return self._ray
+
+
+def router_ports(config: ServiceConfig) -> list[int]:
+    """Where the routers are to listen; 0 is any free port. ServiceError where there are too few."""
+    first, last = config.router.port, config.router.port + config.num_routers - 1
+    if not first:
+        return [0]
+    if last > MAX_PORT:
+        raise ServiceError(
+            f"--routers {config.num_routers} needs the ports {first} to {last}; the last port is "
+            f"{MAX_PORT}"
+        )
+    return list(range(first, last + 1))
 
 
 def _is_ray(address: str) -> bool:
@@ -318,12 +345,6 @@ def _port_problem(host: str, port: int, option: str, error: OSError) -> str:
         )
     at = f"{host}:{port}" if port else host
     return f"{option}: cannot listen on {at}: {error.strerror}"
-
-
-def dial_address(address: str) -> str:
-    """Where a client on this machine reaches a server that may listen on every interface."""
-    host, _, port = address.rpartition(":")
-    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"
 
 
 def _serves(address: str) -> bool:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from legato.cluster.autoscale_options import AutoscaleOptions
     from legato.cluster.control_plane import Role, WorkerEndpoint
+
+MAX_POOL_SIZE = 1024
 
 
 class WorkerState(Enum):
@@ -52,6 +55,7 @@ class ControllerOptions:
     # been struck by chance: for them it is only where the doubling ends.
     pause_s: float = 30.0
     restart: bool = True  # False: a worker that is lost is not replaced until somebody scales
+    autoscale: AutoscaleOptions | None = None  # None: only an operator changes targets
 
 
 @dataclass

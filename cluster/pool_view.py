@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+REPORT_TIMEOUT_S = 10.0  # of one try to tell the controller
 # So many different requests in a row failed on a worker that still reports: it is broken.
 FAILED_REQUESTS_LIMIT = 3
 
@@ -217,7 +217,7 @@ class PoolView:
         if view.lose(reason):
             log.warning("worker %s lost: %s", view.worker_id, reason)
             self._on_worker(view.worker_id, "lost", reason)
-            self._chore(self._control.report_lost(view.worker_id, reason))
+            self._chore(self._report(view, reason))
             self.changed()
 
     def note_failure(self, view: WorkerView, request_id: str) -> None:
@@ -281,7 +281,9 @@ class PoolView:
             failing_since = failing_since if failing_since is not None else now
             if view.state is ViewState.CONNECTING and now - failing_since > IDENTITY_TIMEOUT_S:
                 failing_since = now
-                await self._report(view, f"cannot connect to {view.endpoint.address}: {reason}")
+                await self._try_to_report(
+                    view, f"cannot connect to {view.endpoint.address}: {reason}"
+                )
             await asyncio.sleep(RETRY_S)
 
     async def _identify(self, view: WorkerView) -> None:
@@ -308,8 +310,23 @@ class PoolView:
         self.changed()
 
     async def _report(self, view: WorkerView, reason: str) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._control.report_lost(view.worker_id, reason), 5.0)
+        """Tells the controller, again and again while it restarts: without the report nobody would
+        end a worker that hangs. Old news once the worker has left the snapshot.
+        """
+        while self._views.get(view.worker_id) is view:
+            if await self._try_to_report(view, reason):
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _try_to_report(self, view: WorkerView, reason: str) -> bool:
+        """True where the controller has taken note."""
+        try:
+            told = self._control.report_lost(view.worker_id, reason)
+            await asyncio.wait_for(told, REPORT_TIMEOUT_S)
+        except (TimeoutError, ConnectionError) as error:
+            log.warning("worker %s: not yet reported as lost: %s", view.worker_id, error)
+            return False
+        return True
 
     def _chore(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

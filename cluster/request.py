@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,6 +81,12 @@ class RequestSpec:
             return list(range(self.num_answers))
         return [i for i, received in enumerate(self.resumed.answers) if not received.finished]
 
+    @functools.cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Each ends an answer, once it has min_tokens."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset(eos).union(self.sampling.stop_token_ids)
+
     def end_after(
         self, num_tokens: int, last_token_id: int
     ) -> common_pb2.FinishReason.ValueType | None:
@@ -87,11 +94,7 @@ class RequestSpec:
 
         Stop strings are another matter.
         """
-        sampling = self.sampling
-        is_stop_token = last_token_id in sampling.stop_token_ids or (
-            last_token_id in self.eos_token_ids and not sampling.ignore_eos
-        )
-        if is_stop_token and num_tokens > sampling.min_tokens:
+        if last_token_id in self.end_token_ids and num_tokens > self.sampling.min_tokens:
             return common_pb2.FINISH_REASON_STOP
         return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self.max_tokens else None
 
@@ -130,12 +133,10 @@ def parse_request(
     resumed = parse_resumption(request, num_answers, limits.vocab_size)
     asked = request.sampling if resumed is None else resumed.settle(request.sampling)
     prompt = _prompt(request, text, limits)
-    max_tokens = _max_tokens(asked, len(prompt), num_answers, limits)
-    if resumed is not None and resumed.max_tokens not in (None, max_tokens):
-        raise invalid(
-            f"resume.start.max_tokens is {resumed.max_tokens}, limit {max_tokens}: what the "
-            "context leaves"
-        )
+    if resumed is not None and resumed.max_tokens is not None:
+        max_tokens = _kept_max_tokens(resumed.max_tokens, len(prompt), limits)
+    else:
+        max_tokens = _max_tokens(asked, len(prompt), num_answers, limits)
     return RequestSpec(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
@@ -265,6 +266,19 @@ def _max_tokens(
     if max_tokens > max(1, pool_room):
         raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits))
     return max_tokens
+
+
+def _kept_max_tokens(settled: int, num_prompt: int, limits: ModelLimits) -> int:
+    """Of a stream that has begun. Where the workers that could hold it are lost meanwhile, it waits
+    for others, as it would have at the router that it began at.
+    """
+    room = limits.context_length - num_prompt
+    if settled > room:
+        raise invalid(
+            f"resume.start.max_tokens is {settled}, limit {room}: what the context of "
+            f"{limits.context_length} tokens leaves"
+        )
+    return settled
 
 
 def _too_large(num_prompt: int, max_tokens: int, num_answers: int, limits: ModelLimits) -> str:

@@ -18,6 +18,7 @@ from legato.cluster.answer_life import AnswerLife
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
+from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.request import parse_request
@@ -129,6 +130,9 @@ class Router:
         )
         self._costs = PrefillCostBook()
         self.admission = Admission(options, self.pool, costs=self._costs.costs)
+        self._load_reporter: LoadReporter | None = None
+        if options.reports_load:
+            self._load_reporter = LoadReporter(control, self.admission, self.pool)
         self._parse = parse
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
@@ -151,6 +155,8 @@ class Router:
         """
         address = await self._gateway.start(self.options.host, self.options.port)
         self._ticker = asyncio.create_task(self._tick())
+        if self._load_reporter is not None:
+            self._load_reporter.start()
         return address
 
     async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
@@ -170,6 +176,8 @@ class Router:
     async def stop(self) -> None:
         """Ends everything at once."""
         await self.drain(0.0)
+        if self._load_reporter is not None:
+            await self._load_reporter.stop()
         await self._gateway.stop()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -279,6 +287,9 @@ class Router:
         given: bool,
     ) -> None:
         entries = self.admission.enter(len(spec.open_answers), deadline if given else None)
+        window = None
+        if self._load_reporter is not None and not spec.batch_priority:  # those have no goal
+            window = self._load_reporter.window
         life = RequestLife(
             spec=spec,
             answers=[
@@ -291,6 +302,7 @@ class Router:
                     send=send,
                     token_text=self.text.token_text,
                     log=self._log,
+                    window=window,
                 )
                 for index, entry, clock in zip(spec.open_answers, entries, clocks, strict=True)
             ],

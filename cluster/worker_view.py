@@ -67,6 +67,7 @@ class PrefillShare:
         self._blocks = snapshot.blocks_now(demand) if snapshot.role == "prefill" else 0
         view.used_blocks += self._blocks
         view.backlog_tokens += self._tokens
+        view.note_use()
 
     def computed(self) -> None:
         """The first token came: the prompt waits no more. Idempotent."""
@@ -104,12 +105,15 @@ class DecodeShare:
 class WorkerView:
     """One worker process. Loses the router's trust at the first sign; wins it back by reporting.
 
-    The router is the only one who gives work to its workers, so what it has given out counts at
-    once, which a report would say up to 50 ms later. `used_blocks` is all of it on prefill; on
-    decode, where blocks are shared, grow and are swapped out, what the last report could not tell
-    of. The worker's own answer is the truth: what it has refused for want of room, and what asks
-    for no less, is not tried again until its next report, and for a while only one by one, not by
-    the whole queue at once.
+    What the router has given out counts at once, which a report would say up to 50 ms later.
+    `used_blocks` is all of it on prefill; on decode, where blocks are shared, grow and are swapped
+    out, what the last report could not tell of. What other routers have given to a prefill worker
+    is what its report says beyond the most that this router has had there since the one before: a
+    report may be as old as that.
+
+    The worker's own answer is the truth: what it has refused for want of room, and what asks for no
+    less, is not tried again until its next report, and for a while only one by one, not by the
+    whole queue at once.
     """
 
     def __init__(self, endpoint: WorkerEndpoint) -> None:
@@ -125,6 +129,8 @@ class WorkerView:
         self.last_report_at = 0.0
         self.lost_reason = ""
         self.used_blocks = 0
+        self._most_used = (0, 0)  # blocks, backlog tokens since the last report
+        self._others = (0, 0)  # blocks, backlog tokens of other routers' requests (prefill)
         self.granted: list[DecodeShare] = []  # since the last report
         self.backlog_tokens = 0
         self.full = False
@@ -167,7 +173,8 @@ class WorkerView:
     def snapshot(self) -> WorkerSnapshot:
         """For the policies. The identity must be known."""
         assert self.identity is not None, "a worker is placed on only after it said who it is"
-        free_blocks = self.identity.total_blocks
+        others_blocks, others_tokens = self._others
+        free_blocks = self.identity.total_blocks - others_blocks
         if self.endpoint.role != "prefill" and self.load is not None:
             free_blocks = self.load.free_blocks
         return WorkerSnapshot(
@@ -176,7 +183,7 @@ class WorkerView:
             block_size=self.identity.kv_layout.block_size,
             total_blocks=self.identity.total_blocks,
             free_blocks=free_blocks - self.used_blocks,
-            backlog_tokens=self.backlog_tokens,
+            backlog_tokens=self.backlog_tokens + others_tokens,
             local_token_s=self.load.local_prefill_token_s if self.load is not None else 0.0,
             full=self.full,
             refused=tuple(self._refused),
@@ -194,6 +201,8 @@ class WorkerView:
         self.note_departure()
         self.last_report_at = now
         self.full = False
+        if self.endpoint.role == "prefill":
+            self._note_others(report.load)
         for share in self.granted:
             share.release()
         self.granted.clear()
@@ -205,6 +214,17 @@ class WorkerView:
         if self.state is not ViewState.CLOSED:
             self.state = ViewState.READY
         return before != (self.state, self.phase)
+
+    def note_use(self) -> None:
+        """This router has given out more."""
+        blocks, tokens = self._most_used
+        self._most_used = max(blocks, self.used_blocks), max(tokens, self.backlog_tokens)
+
+    def _note_others(self, load: common_pb2.WorkerLoad) -> None:
+        blocks, tokens = self._most_used
+        held = load.held_blocks + load.reserved_blocks
+        self._others = max(0, held - blocks), max(0, load.waiting_tokens - tokens)
+        self._most_used = self.used_blocks, self.backlog_tokens
 
     def lose(self, reason: str) -> bool:
         """Ends all calls to the worker; True where it was trusted until now."""

@@ -69,7 +69,9 @@ class ClusterServicer:
     def ScalePool(self, request, context):
         """Sets the target size of the pools named and returns at once; the controller reconciles.
         Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
-        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+        An autoscaled pool goes on from there once its cool-down has passed.
+        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+        pool, or for an unknown pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

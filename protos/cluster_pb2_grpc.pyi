@@ -36,7 +36,9 @@ class ClusterStub:
     ScalePool: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScalePoolRequest, _cluster_pb2.ScalePoolResponse]
     """Sets the target size of the pools named and returns at once; the controller reconciles.
     Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
-    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+    An autoscaled pool goes on from there once its cool-down has passed.
+    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+    pool, or for an unknown pool.
     """
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ChangeRoleRequest, _cluster_pb2.ChangeRoleResponse]
     """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
@@ -59,7 +61,9 @@ class ClusterAsyncStub(ClusterStub):
     ScalePool: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScalePoolRequest, _cluster_pb2.ScalePoolResponse]  # type: ignore[assignment]
     """Sets the target size of the pools named and returns at once; the controller reconciles.
     Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
-    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+    An autoscaled pool goes on from there once its cool-down has passed.
+    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+    pool, or for an unknown pool.
     """
     ChangeRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ChangeRoleRequest, _cluster_pb2.ChangeRoleResponse]  # type: ignore[assignment]
     """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
@@ -91,7 +95,9 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_pb2.ScalePoolResponse, _abc.Awaitable[_cluster_pb2.ScalePoolResponse]]:
         """Sets the target size of the pools named and returns at once; the controller reconciles.
         Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
-        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+        An autoscaled pool goes on from there once its cool-down has passed.
+        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+        pool, or for an unknown pool.
         """
 
     @_abc_1.abstractmethod

@@ -114,6 +114,7 @@ class Engine:
         self._outbox = Outbox(loop)
         self._steps = 0
         self._tokens = 0
+        self._model_s = 0.0
         self._num_returned = 0
         self._local_prefill = LocalPrefill()
         self._broken_steps = BrokenSteps()
@@ -365,6 +366,7 @@ class Engine:
             )
         self._steps += 1 if flight.step.parts else 0
         self._tokens += flight.step.num_tokens
+        self._model_s += model_s
         with self._commands.changed:
             self._note_stats()
         self._outbox.publish(events)
@@ -417,6 +419,7 @@ class Engine:
             self._scheduler,
             steps=self._steps,
             tokens=self._tokens,
+            model_s=self._model_s,
             num_returned=self._num_returned,
             local_prefill=self._local_prefill,
         )

@@ -39,6 +39,7 @@ def worker_load(
         waiting=stats.waiting,
         transferring=transfers.sending + num_landing,
         waiting_tokens=stats.waiting_tokens,
+        model_s=stats.model_s,
         kv_bytes_sent=transfers.bytes_sent,
         kv_bytes_received=transfers.bytes_received,
         kv_transfers_completed=transfers.completed,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import Role
     from legato.cluster.role_change import RoleChange
+    from legato.cluster.router_load import RouterLoad
     from legato.cluster.text.model_text import ModelText
 
 START_TIMEOUT_S = 300.0
@@ -66,6 +67,13 @@ class _NoController:
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """Its requests fail, and say so."""
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """Nobody reads it."""
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """There is none."""
+        return cluster_pb2.AutoscalerStatus()
 
 
 @asynccontextmanager

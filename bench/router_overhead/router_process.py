@@ -24,13 +24,14 @@ from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.role_change import UnknownWorkerError
 from legato.cluster.router import Router
 from legato.cluster.text.model_text import ModelText
+from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.cluster.control_plane import Role
     from legato.cluster.role_change import RoleChange
-    from legato.protos import cluster_pb2
+    from legato.cluster.router_load import RouterLoad
 
 READY_TIMEOUT_S = 30.0
 
@@ -52,6 +53,13 @@ class NoControl:
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         """The benchmark ends the process."""
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """Nobody scales."""
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """There is none."""
+        return cluster_pb2.AutoscalerStatus()
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """A benchmark that loses a worker has measured nothing."""

@@ -14,6 +14,7 @@ import ray
 from legato.cluster.actors.logs import begin_logging
 from legato.cluster.actors.termination import at_sigterm
 from legato.cluster.actors.worker_process import WorkerProcess
+from legato.cluster.adoption import FoundWorker
 from legato.cluster.controller import StartedWorker
 from legato.cluster.pool import ControllerOptions
 
@@ -63,6 +64,9 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self._server: Any = None
+        self._role: Role | None = None
+        self._address = ""
+        self._starting: asyncio.Task[StartedWorker] | None = None
         self._loading = ""
         self._measures = False
         self._leaving = asyncio.Event()  # SIGTERM came
@@ -77,7 +81,28 @@ class WorkerActor:
         """Loads the model and serves; raises ValueError or OSError where the model is wrong.
 
         Of one that serves: ends that, and serves again in another role with the model it has.
+        Asked again for the same role, by a controller whose process is another now, it goes on as
+        it was asked first.
         """
+        if role != self._role:
+            self._role = role
+            self._starting = asyncio.create_task(self._start(role, plan))
+        assert self._starting is not None, "it has a role"
+        return await asyncio.shield(self._starting)
+
+    async def who(self, name: str) -> FoundWorker:
+        """What a new controller must know of it."""
+        starting = self._starting
+        serves = starting is not None and starting.done() and starting.exception() is None
+        return FoundWorker(
+            name,
+            answered=True,
+            role=self._role,
+            started=self._started() if serves else None,
+            draining=serves and self._server.phase.name == "DRAINING",
+        )
+
+    async def _start(self, role: Role, plan: WorkerPlan) -> StartedWorker:
         # Here, not above: the router's and the controller's processes need no torch.
         from legato.worker.server import WorkerServer
         from legato.worker.spare_memory import keep_objects
@@ -91,10 +116,15 @@ class WorkerActor:
             server = await self._server.successor(config)
         address = await server.start()
         keep_objects()
-        self._server = server
+        self._server, self._address = server, address
         loop = asyncio.get_running_loop()
         at_sigterm(lambda: loop.call_soon_threadsafe(self._leave))
-        return StartedWorker(server.worker_id, address, os.getpid(), socket.gethostname())
+        return self._started()
+
+    def _started(self) -> StartedWorker:
+        return StartedWorker(
+            self._server.worker_id, self._address, os.getpid(), socket.gethostname()
+        )
 
     async def loading(self) -> str:
         """How far the start has come, in words; empty before weights are read."""

@@ -28,10 +28,10 @@ class WorkerProcess:
 async def make_sure_it_ended(process: WorkerProcess) -> None:
     """Ray reports a killed actor dead at once, even where its process is stopped and lives on."""
     if process.node_id == ray.get_runtime_context().get_node_id():
-        _end_process(process)
+        end_process(process)
         return
     there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    task = ray.remote(_end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    task = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     try:
         await asyncio.wait_for(result_of(task.remote(process)), CALL_TIMEOUT_S)
     except (RayError, TimeoutError) as error:  # its node has gone too, and takes it along
@@ -39,7 +39,8 @@ async def make_sure_it_ended(process: WorkerProcess) -> None:
         log.warning("process %d on node %s: not seen to end: %s", process.pid, there.node_id, told)
 
 
-def _end_process(process: WorkerProcess) -> None:
+def end_process(process: WorkerProcess) -> None:
+    """Kills a process of this machine, unless it has ended."""
     try:
         found = psutil.Process(process.pid)
         if abs(found.create_time() - process.created_s) < 1:  # else the pid has been reused

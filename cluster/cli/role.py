@@ -70,7 +70,7 @@ def parse_role(word: str) -> common_pb2.WorkerRole.ValueType:
     """Raises BadParameter naming the word where it is none."""
     from legato.cluster.roles import WIRE_ROLES
 
-    roles = {str(role): number for role, number in WIRE_ROLES.items()}
+    roles: dict[str, common_pb2.WorkerRole.ValueType] = dict(WIRE_ROLES.items())
     if word not in roles:
         raise typer.BadParameter(f"must be {' or '.join(roles)}, got {word!r}", param_hint="ROLE")
     return roles[word]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from legato.cluster.cli.autoscale_flags import AutoscaleFlags
 from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
@@ -50,6 +51,15 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0 takes any free one.")
     ] = DEFAULT_PORT,
+    routers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Routers, at --port and those that follow it. Clients that are told all of "
+            "their addresses go on at another when one dies.",
+        ),
+    ] = 1,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -194,6 +204,57 @@ def serve(
         str | None,
         typer.Option(help="The same of a colocated worker.", show_default=False),
     ] = None,
+    autoscale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prefill=MIN..MAX decode=MIN..MAX",
+            help="Let the pools grow and shrink with the load, each within its range; "
+            "--prefill and --decode are what they start with.",
+            show_default=False,
+        ),
+    ] = None,
+    autoscale_more: Annotated[  # an option takes one word: here is the other
+        list[str] | None, typer.Argument(hidden=True, metavar="[POOL=MIN..MAX]...")
+    ] = None,
+    autoscale_dry_run: Annotated[
+        bool,
+        typer.Option("--autoscale-dry-run", help="Decide and tell, and change nothing."),
+    ] = False,
+    ttft_slo: Annotated[
+        str | None,
+        typer.Option(
+            help="Time to first token that prefill is scaled for. Default: 500ms.",
+            show_default=False,
+        ),
+    ] = None,
+    itl_slo: Annotated[
+        str | None,
+        typer.Option(
+            help="Time between tokens that decode is scaled for. Default: 50ms.",
+            show_default=False,
+        ),
+    ] = None,
+    autoscale_up_after: Annotated[
+        str | None,
+        typer.Option(
+            help="So long more workers must be needed before they come. Default: 3s.",
+            show_default=False,
+        ),
+    ] = None,
+    autoscale_down_after: Annotated[
+        str | None,
+        typer.Option(
+            help="So long fewer must be enough before one goes. Default: 60s.",
+            show_default=False,
+        ),
+    ] = None,
+    autoscale_cool_down: Annotated[
+        str | None,
+        typer.Option(
+            help="So long a pool is left alone once it has changed. Default: 15s.",
+            show_default=False,
+        ),
+    ] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until every worker must be ready.")
     ] = 120.0,
@@ -221,6 +282,8 @@ def serve(
         legato serve --model org/name --ray-address auto --decode-resources GPU=0,CPU=16
 
         legato serve --model demo --colocated 2 --prefill 0 --decode 0
+
+        legato serve --model ./my-model --autoscale prefill=1..4 decode=1..8 --ttft-slo 500ms
     """
     if kv_lane not in ("auto", "grpc"):
         raise typer.BadParameter(f"must be auto or grpc, got {kv_lane!r}", param_hint="--kv-lane")
@@ -255,11 +318,22 @@ def serve(
     swap_memory_bytes = None
     if swap_memory is not None:
         swap_memory_bytes = parse_size_or_0(swap_memory, "--swap-memory")
+    autoscale_options = AutoscaleFlags(
+        ranges=autoscale,
+        more_words=tuple(autoscale_more or ()),
+        dry_run=autoscale_dry_run,
+        ttft_slo=ttft_slo,
+        itl_slo=itl_slo,
+        up_after=autoscale_up_after,
+        down_after=autoscale_down_after,
+        cool_down=autoscale_cool_down,
+    ).read(prefill, decode)
     config = ServiceConfig(
         model=model,
         prefill_workers=prefill,
         decode_workers=decode,
         colocated_workers=colocated,
+        num_routers=routers,
         ray_address=ray_address,
         worker_host=worker_host,
         worker_cpus=worker_cpus,
@@ -296,7 +370,9 @@ def serve(
             port=port,
             local_prefill_tokens=local_prefill_tokens,
             request_log=None if request_log is None else str(request_log),
+            reports_load=autoscale_options is not None,
         ),
+        autoscale=autoscale_options,
     )
     sys.exit(run_service(config, _stay))
 
@@ -311,7 +387,7 @@ def _demand(text: str | None, option: str) -> ResourceDemand:
 def run_service(
     config: ServiceConfig, while_ready: Callable[[Owner, str, TerminalProgress], float | None]
 ) -> int:
-    """Starts, calls `while_ready(owner, address, progress)`, and ends everything in any case.
+    """Starts, calls `while_ready(owner, addresses, progress)`, and ends everything in any case.
 
     `while_ready` returns how long running requests have, or None for no drain. Returns the exit
     code.
@@ -342,17 +418,17 @@ def run_service(
 
 
 def _stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
-    for line in _kv_lines(address):
+    first = address.partition(",")[0]
+    for line in _kv_lines(first):
         progress.stage(line)
     progress.stage(f"ready at {address}")
-    host, _, port = address.rpartition(":")
-    at = "" if int(port) == DEFAULT_PORT and host == "127.0.0.1" else f" --address {address}"
+    at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
     progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
     return owner.wait()
 
 
 def _kv_lines(address: str) -> list[str]:
-    from legato.cluster.owner import dial_address
+    from legato.cluster.heartbeat import dial_address
     from legato.protos import generation_pb2, generation_pb2_grpc
 
     try:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from legato.protos import cluster_pb2, common_pb2
 
+DECISIONS_SHOWN = 5
+
 
 def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
     """The service, its queue, and what each pool says."""
@@ -29,6 +31,29 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
         if asked:
             text += f"; prefix hits: {prefix_hits(asked, hit)} blocks"
         lines.append(f"{role_name(pool.role)}: {text}")
+    if answer.HasField("autoscaler"):
+        lines += autoscaler_lines(answer.autoscaler)
+    return lines
+
+
+def autoscaler_lines(status: cluster_pb2.AutoscalerStatus) -> list[str]:
+    """Ranges, goals, what each pool needs now, and the last decisions; --json has all of them."""
+    ranges = ", ".join(
+        f"{role_name(p.role)} {p.min_workers}..{p.max_workers}" for p in status.pools
+    )
+    lines = [
+        f"autoscaler{' (dry run)' * status.dry_run}: {ranges}; goals: "
+        f"TTFT {status.ttft_slo_s * 1000:g} ms, ITL {status.itl_slo_s * 1000:g} ms"
+    ]
+    lines += [
+        f"  {role_name(pool.role)} needs {pool.needed}: {pool.reason}"
+        for pool in status.pools
+        if pool.needed
+    ]
+    lines += [
+        f"  {decision.age_s:,.0f} s ago: {decision.text}"
+        for decision in status.decisions[-DECISIONS_SHOWN:]
+    ]
     return lines
 
 

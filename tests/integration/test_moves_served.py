@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 NUM_STREAMS = 24
-NUM_TOKENS = 1500
-WAIT_S = 120.0
+NUM_TOKENS = 400
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,15 @@ class Whole:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("moves")
-    model = make_llama_folder(folder / "tiny", max_position_embeddings=8192)
-    words = ("--model", str(model), "--kv-memory", "64MiB", "--threads", "1", "--decode", "2")
+    # Its steps take longer than what router and clients do with their tokens.
+    model = make_llama_folder(
+        folder / "small",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        max_position_embeddings=1024,
+    )
+    words = ("--model", str(model), "--kv-memory", "160MiB", "--threads", "1", "--decode", "2")
     with Served(folder / "serve.log", *words) as service:
         yield service
 
@@ -95,7 +102,7 @@ def begin(client: Client, threads: ThreadPoolExecutor) -> list[Future[Whole]]:
     while True:
         workers = decode_workers(client)
         made = sum(w.load.decode_tokens - before[w.worker_id] for w in workers)
-        if sum(w.load.running for w in workers) == NUM_STREAMS and made > 100 * NUM_STREAMS:
+        if sum(w.load.running for w in workers) == NUM_STREAMS and made > 40 * NUM_STREAMS:
             return streams
         assert time.monotonic() < deadline_s, workers
         time.sleep(0.02)
@@ -108,10 +115,13 @@ def check(streams: list[Future[Whole]], alone: list[list[int]]) -> list[Whole]:
     answers = [stream.result(WAIT_S) for stream in streams]
     assert [answer.token_ids for answer in answers] == alone
     for answer in answers:
-        timings = answer.finish.timings
-        assert timings.attempts == 1
-        assert timings.prefill_forwards + timings.decode_forwards == NUM_TOKENS
+        assert answer.finish.timings.attempts == 1
     return answers
+
+
+def was_computed_anew(answer: Whole) -> bool:
+    """Then a prefill took the place of a decode forward."""
+    return answer.finish.timings.decode_forwards < NUM_TOKENS - 1
 
 
 def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int]]) -> None:
@@ -130,7 +140,7 @@ def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int
         needed_s = max(answer.ended_at_s for answer in answers) - began_s
         moves = sum(answer.finish.timings.moves for answer in answers)
         status = client.status().router
-        num_anew = sum(answer.finish.timings.prefill_forwards > 1 for answer in answers)
+        num_anew = sum(map(was_computed_anew, answers))
         print(
             f"{num_there} streams on the worker, {moves} moved, {num_anew} computed anew, "
             f"gone after {drained_s:.2f} s; "
@@ -165,7 +175,7 @@ def test_a_worker_that_is_told_to_end_is_replaced_and_loses_nothing(
         moves = sum(answer.finish.timings.moves for answer in answers)
         needed_s = max(answer.ended_at_s for answer in answers) - began_s
         status = client.status().router
-        num_anew = sum(answer.finish.timings.prefill_forwards > 1 for answer in answers)
+        num_anew = sum(map(was_computed_anew, answers))
         print(
             f"of {num_decodes}: {moves} moved, {num_anew} computed anew, "
             f"replaced after {replaced_s:.2f} s; the streams ran "

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from served import END_TIMEOUT_S, Served, legato
+from ray_head import TOKEN, ray_head
+from served import END_TIMEOUT_S, Served, legato, runs
 from tiny_models import make_llama_folder
 
 from legato.cluster.client import Client, Tokens
@@ -27,11 +22,11 @@ from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.integration
 
 DRAINING = common_pb2.WORKER_PHASE_DRAINING
-TOKEN = "0123456789abcdef" * 4
 SMALL = ("--kv-memory", "16MiB", "--threads", "1")
 
 
@@ -210,13 +205,23 @@ def test_nothing_outlives_a_killed_owner(model: Path, tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_stopped_router_ends_the_service(model: Path, tmp_path: Path) -> None:
+def test_a_stopped_router_is_ended_and_started_again(model: Path, tmp_path: Path) -> None:
     with Served(tmp_path / "log", "--model", str(model), *SMALL) as service:
         (router,) = (p for p in service.descendants if "RouterActor" in " ".join(p.cmdline()))
         router.suspend()
-        assert service.process.wait(END_TIMEOUT_S) == 1
-        assert service.survivors(30) == []
-    assert "the router has not answered for 10 s; ending the service" in service.output
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        while "serves again" not in service.output:
+            assert time.monotonic() < deadline_s, service.output
+            time.sleep(0.1)
+        assert f"router {service.address} has not answered for 10 s; it is ended" in service.output
+        assert not runs(router)
+        with Client(service.address) as client:
+            client.wait_ready(END_TIMEOUT_S)
+            assert len(ask(client, "again", 8)) == 8
+        service.note_descendants()
+        service.interrupt()
+        assert service.process.wait(END_TIMEOUT_S) == 0
+        assert service.survivors(10) == []
 
 
 def test_a_bad_model_ends_the_start_with_the_reason(model: Path, tmp_path: Path) -> None:
@@ -248,40 +253,6 @@ def test_a_dead_ray_address_is_an_error_within_seconds() -> None:
             assert failed.returncode == 1
             assert failed.stderr.startswith(f"legato: no Ray cluster answers at {address}")
         assert time.monotonic() - started_s < 60
-
-
-@contextmanager
-def ray_head(tmp_path: Path, *, token: bool = False) -> Iterator[str]:
-    """A Ray cluster of one node with one CPU, as an operator starts it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["--head", "--port", str(port), "--num-cpus", "1", "--include-dashboard", "false"]
-    temp = tempfile.mkdtemp(prefix="lt-")  # short: Ray puts sockets there
-    auth = (
-        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        if token
-        else {"RAY_AUTH_MODE": "disabled"}
-    )
-    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": temp, **auth}
-    with (tmp_path / "ray.log").open("w") as log:
-        head = subprocess.Popen(
-            [str(Path(sys.executable).parent / "ray"), "start", *words, "--block"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-        )
-    try:
-        deadline_s = time.monotonic() + 60
-        while "ray start --address" not in (tmp_path / "ray.log").read_text():
-            assert time.monotonic() < deadline_s, (tmp_path / "ray.log").read_text()
-            assert head.poll() is None, (tmp_path / "ray.log").read_text()
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
-    finally:
-        head.terminate()
-        head.wait(60)
-        shutil.rmtree(temp, ignore_errors=True)
 
 
 def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ class View:
     refused: tuple[Demand, ...] = ()
     granted: list[DecodeShare] = field(default_factory=list)
 
+    def note_use(self) -> None:
+        """There is no other router."""
+
     def snapshot(self) -> WorkerSnapshot:
         return WorkerSnapshot(
             worker_id=self.worker_id,

@@ -21,6 +21,9 @@ class FakeLauncher:
     def start(self, name: str, role: Role) -> None:
         self.log.append(f"start {name}")
 
+    def adopt(self, name: str, role: Role) -> None:
+        self.log.append(f"adopt {name}")
+
     def drain(self, name: str, timeout_s: float) -> None:
         self.log.append(f"drain {name}")
 

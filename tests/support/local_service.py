@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.router_load import RouterLoad
 
 
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
@@ -106,6 +107,12 @@ class StaticControl:
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         self.lost.append((worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        raise AssertionError("nothing is autoscaled here")
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        raise AssertionError("nothing is autoscaled here")
 
 
 class LocalService:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.router_load import RouterLoad
 
 
 class FakeText:
@@ -99,18 +100,29 @@ class FakeControl:
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
+        self.is_away = False  # it restarts
+        self.num_unheard = 0
         self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
         self.shutdowns: list[float] = []
         self.role_changes: list[tuple[str, Role]] = []
         self.refusal: ValueError | None = None  # of a change of role
         self.pools_delay_s = 0.0
         self.told: list[cluster_pb2.PoolStatus] = []
+        self.loads: list[RouterLoad] = []
+        self.failing = False  # where it is told of load, or asked of the autoscaler
+        self.num_failed = 0
+        self.scale_refusal = ""
+        self.autoscaler_told = cluster_pb2.AutoscalerStatus()
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
         await asyncio.sleep(self.pools_delay_s)
         return self.told
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        if self.is_away:
+            raise ConnectionError("the controller is restarting; try again")
+        if self.scale_refusal:
+            raise ValueError(self.scale_refusal)
         self.targets.update(targets)
         return self.targets
 
@@ -124,7 +136,21 @@ class FakeControl:
         self.shutdowns.append(drain_timeout_s)
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
+        if self.is_away:
+            self.num_unheard += 1
+            raise ConnectionError("the controller is restarting; try again")
         self.lost.append((worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        if self.failing:
+            self.num_failed += 1
+            raise ConnectionError("the controller is gone")
+        self.loads.append(load)
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        if self.failing:
+            raise ConnectionError("the controller is gone")
+        return self.autoscaler_told
 
 
 def fake_router(options: RouterOptions, control: FakeControl) -> Router:

@@ -24,7 +24,8 @@ from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
-from legato.cluster.owner import check_port, dial_address
+from legato.cluster.heartbeat import dial_address
+from legato.cluster.owner import check_port
 from legato.protos import (
     cluster_pb2,
     cluster_pb2_grpc,

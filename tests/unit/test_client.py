@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from contextlib import asynccontextmanager
@@ -361,6 +362,30 @@ async def test_every_other_end_frees_the_workers_too() -> None:
         await two.service.settle()
         with pytest.raises(CallFailedError, match="the client is closed"):
             await client.generate("hello")
+
+
+async def test_a_stream_that_is_dropped_is_cancelled() -> None:
+    async with two_routers() as two, AsyncClient(two.address) as client:
+        gc.disable()  # references alone must do it
+        try:
+            async for _ in client.stream("hello", max_tokens=1000):
+                break
+            await two.service.settle()
+
+            def run() -> None:
+                with Client(two.address) as blocking:
+                    for _ in blocking.stream("hello", max_tokens=1000):
+                        break
+                    held.wait(10)
+
+            held = threading.Event()
+            running = asyncio.create_task(asyncio.to_thread(run))
+            await until(lambda: len(two.service.decodes[0].reserves) == 2)
+            await two.service.settle()
+            held.set()
+            await running
+        finally:
+            gc.enable()
 
 
 async def test_a_stream_is_cancelled_while_it_waits_to_be_tried_again() -> None:

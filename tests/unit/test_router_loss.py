@@ -459,3 +459,28 @@ async def test_another_process_at_the_address_is_not_the_worker() -> None:
         await until(lambda: bool(service.control.lost))
         assert service.control.lost[0][0] == "decode-old"
         assert "worker_id is" in service.control.lost[0][1]
+
+
+async def test_a_loss_is_reported_until_the_controller_is_back() -> None:
+    decodes = workers(2)
+    async with Service([FakeWorker("prefill")], decodes) as service:
+        service.control.is_away = True
+        await decodes[0].die()
+        await until(lambda: service.control.num_unheard > 1)
+        assert (await collect(service, ask("hello", 5))).token_ids == expected("hello", 5)
+        service.control.is_away = False
+        await until(lambda: bool(service.control.lost))
+        assert [worker_id for worker_id, _ in service.control.lost] == [decodes[0].worker_id]
+
+
+async def test_a_loss_is_no_news_once_the_worker_has_left_the_list() -> None:
+    decodes = workers(2)
+    async with Service([FakeWorker("prefill")], decodes) as service:
+        service.control.is_away = True
+        await decodes[0].die()
+        await until(lambda: service.control.num_unheard > 0)
+        left = [e for e in service.endpoints if e.worker_id != decodes[0].worker_id]
+        await service.router.set_workers(left)
+        await until(lambda: not service.router.pool._chores)
+        service.control.is_away = False
+        assert service.control.lost == []

@@ -376,34 +376,6 @@ async def test_the_target_dies_in_the_middle_and_the_answer_goes_on_or_elsewhere
         await all_idle(p, a, b)
 
 
-async def test_one_whose_kv_lies_in_the_hosts_memory_moves_when_it_is_back() -> None:
-    """The others leave the pool one after the other, which is what a drain does."""
-    async with (
-        running_worker("prefill") as p,
-        running_worker("decode", num_blocks=16, admission_risk=0.9, prefix_cache=False) as a,
-        running_worker("decode", prefix_cache=False) as b,
-    ):
-        prompt, length = prompt_of(12), 40
-        movings = [Moving(p, prompt, sampling(length, seed=s), f"r{s}") for s in range(3)]
-        stays = [await moving.begin(a) for moving in movings]
-        await a.until(lambda load: load.swapped > 0 or load.preemptions_returned > 0)
-        assert a.load().swapped > 0
-        for stay in stays:
-            await stay.pause()
-
-        async def move(moving: Moving, stay: Stay) -> None:
-            if await stay.parked() is not None:
-                stay, _ = await moving.moved(stay, b)
-                await stay.to_the_end()
-            moving.note(stay)
-
-        await asyncio.gather(*map(move, movings, stays))
-        for seed, moving in enumerate(movings):
-            assert moving.tokens == p.model.expected(prompt, length, seed)
-        assert a.load().kv_transfers_completed > 0
-        await all_idle(p, a, b)
-
-
 async def test_a_draining_worker_moves_its_answers_and_is_idle() -> None:
     async with three() as (p, a, b):
         moving = Moving(p, prompt_of(10), sampling(200))
