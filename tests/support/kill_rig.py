@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from owners import Strike, check_owners
+from owners import Ledger, Strike, check_owners
 from raw_client import RawClient
 from served import Served
 
@@ -93,6 +93,17 @@ class KillRig:
         """The request log as it is now; the last line may be in writing."""
         text = self.log.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    async def until_busy(self, worker: cluster_pb2.WorkerStatus) -> None:
+        """The router has something on that worker."""
+        async with asyncio.timeout(READY_BOUND_S):
+            while True:
+                ledger = Ledger()
+                for line in self.lines():
+                    ledger.take(line)
+                if ledger.hits(ROLES[worker.role], worker.worker_id):
+                    return
+                await asyncio.sleep(0.02)
 
     async def until_lost(self, strike: Strike, bound_s: float) -> float:
         """Seconds from the strike until the router counted no more on its worker."""
