@@ -21,10 +21,7 @@ def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
     """Targets by name of the pool."""
     return cluster_pb2.ScalePoolRequest(
         targets=[
-            cluster_pb2.PoolTarget(
-                role=WIRE_ROLES[role],
-                target=target,
-            )
+            cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
             for role, target in targets.items()
         ]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,65 @@ from legato.cluster.autoscale_options import AutoscaleOptions, parse_duration, p
 
 if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
+
+AutoscaleOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="prefill=MIN..MAX decode=MIN..MAX",
+        help="Let the pools grow and shrink with the load, each within its range; "
+        "--prefill and --decode are what they start with.",
+        show_default=False,
+    ),
+]
+
+AutoscaleMoreOption = Annotated[  # an option takes one word: here is the other
+    list[str] | None, typer.Argument(hidden=True, metavar="[POOL=MIN..MAX]...")
+]
+
+AutoscaleDryRunOption = Annotated[
+    bool,
+    typer.Option("--autoscale-dry-run", help="Decide and tell, and change nothing."),
+]
+
+TtftSloOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Time to first token that prefill is scaled for. Default: 500ms.",
+        show_default=False,
+    ),
+]
+
+ItlSloOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Time between tokens that decode is scaled for. Default: 50ms.",
+        show_default=False,
+    ),
+]
+
+AutoscaleUpAfterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="So long more workers must be needed before they come. Default: 3s.",
+        show_default=False,
+    ),
+]
+
+AutoscaleDownAfterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="So long fewer must be enough before one goes. Default: 60s.",
+        show_default=False,
+    ),
+]
+
+AutoscaleCoolDownOption = Annotated[
+    str | None,
+    typer.Option(
+        help="So long a pool is left alone once it has changed. Default: 15s.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True)

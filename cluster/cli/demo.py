@@ -10,7 +10,7 @@ import typer
 from legato.cluster.cli.answer import read_answer
 from legato.cluster.cli.connection import connect_client
 from legato.cluster.cli.generate import make_request, write_text
-from legato.cluster.cli.serve import run_service
+from legato.cluster.cli.service_run import run_service
 from legato.cluster.cli.timing_table import timing_table
 from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
 

@@ -19,6 +19,7 @@ from legato.cluster.cli.connection import (
 )
 from legato.cluster.cli.status_table import kv_table, role_name, status_lines, worker_table
 from legato.cluster.errors import ServiceError
+from legato.cluster.pool import MAX_POOL_SIZE
 
 if TYPE_CHECKING:
     import psutil
@@ -165,8 +166,8 @@ def parse_targets(words: list[str]) -> list[cluster_pb2.PoolTarget]:
             raise typer.BadParameter(f"must be {names} with N >= 0, got {word!r}")
         if pool in targets:
             raise typer.BadParameter(f"{pool} is given twice")
-        if int(size) > 1024:
-            raise typer.BadParameter(f"{pool} must be in [0, 1024], got {size}")
+        if int(size) > MAX_POOL_SIZE:
+            raise typer.BadParameter(f"{pool} must be in [0, {MAX_POOL_SIZE}], got {size}")
         targets[pool] = cluster_pb2.PoolTarget(role=roles[pool], target=int(size))
     return list(targets.values())
 

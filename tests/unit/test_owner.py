@@ -191,7 +191,7 @@ def test_a_ray_that_does_not_end_keeps_neither_the_owner_nor_the_reason() -> Non
     script = """
 import time
 from legato.cluster import owner
-from legato.cluster.cli.serve import run_service
+from legato.cluster.cli.service_run import run_service
 from legato.cluster.config import RouterOptions, ServiceConfig
 
 class Hangs:

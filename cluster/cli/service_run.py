@@ -1,0 +1,73 @@
+"""run_service: a service's life in the terminal, as `legato serve` and `legato demo` have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from legato.cluster.cli.connection import CALL_TIMEOUT_S, DEFAULT_PORT, connect
+from legato.cluster.cli.kv_capacity import kv_lines
+from legato.cluster.cli.progress import TerminalProgress
+from legato.cluster.errors import ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from legato.cluster.config import ServiceConfig
+    from legato.cluster.owner import Owner
+
+
+def run_service(
+    config: ServiceConfig, while_ready: Callable[[Owner, str, TerminalProgress], float | None]
+) -> int:
+    """Starts, calls `while_ready(owner, addresses, progress)`, and ends everything in any case.
+
+    `while_ready` returns how long running requests have, or None for no drain. Returns the exit
+    code.
+    """
+    from legato.cluster.owner import Owner, StartInterruptedError, StopSignal
+
+    stop = StopSignal()
+    stop.install()
+    progress = TerminalProgress()
+    owner = Owner(config, progress, stop)
+    drain_timeout_s: float | None = None
+    because = ""
+    try:
+        address = owner.start()
+        progress.close()
+        drain_timeout_s = while_ready(owner, address, progress)
+    except StartInterruptedError:
+        progress.stage("interrupted")
+        return 130
+    except ServiceError as error:
+        because = str(error)
+        raise
+    finally:
+        owner.end(drain_timeout_s, because)
+        progress.close()
+    progress.stage("ended")
+    return 0
+
+
+def stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
+    """For `run_service`: tells where the service is and what it holds, and waits for its end."""
+    first = address.partition(",")[0]
+    for line in _kv_lines(first):
+        progress.stage(line)
+    progress.stage(f"ready at {address}")
+    at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
+    progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
+    return owner.wait()
+
+
+def _kv_lines(address: str) -> list[str]:
+    from legato.cluster.heartbeat import dial_address
+    from legato.protos import generation_pb2, generation_pb2_grpc
+
+    try:
+        with connect(dial_address(address)) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            model = stub.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
+    except ServiceError as error:  # the service may do well all the same
+        return [f"KV cache: not known ({error})"]
+    return kv_lines(model)
