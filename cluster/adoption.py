@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from legato.cluster.control_plane import Role
-    from legato.cluster.controller import StartedWorker
+    from legato.cluster.launcher import StartedWorker
     from legato.cluster.pool import ControllerOptions
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ class ControlPlane(Protocol):
     """What the router asks of the controller. `ControlCalls` is over Ray."""
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
-        """Targets and workers of both pools; the router adds each worker's load."""
+        """Targets and workers of all pools; the router adds each worker's load."""
         ...
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:

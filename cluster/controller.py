@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from legato.cluster.adoption import ControllerMemory, WorkerMemory, plan_adoption
 from legato.cluster.control_plane import WorkerEndpoint
@@ -26,77 +25,19 @@ from legato.cluster.pool import (
     describe,
 )
 from legato.cluster.pool_pressure import PoolSize
+from legato.cluster.pool_status import pool_status
 from legato.cluster.role_change import RoleChange, check_role_change, find_worker
-from legato.cluster.roles import ROLES, WIRE_ROLES
-from legato.protos import cluster_pb2, common_pb2
+from legato.cluster.roles import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from legato.cluster.adoption import FoundWorker
     from legato.cluster.control_plane import Role
+    from legato.cluster.launcher import Launcher, StartedWorker
+    from legato.protos import cluster_pb2
 
 log = logging.getLogger(__name__)
-_WIRE_PHASE = {
-    WorkerState.STARTING: common_pb2.WORKER_PHASE_STARTING,
-    WorkerState.READY: common_pb2.WORKER_PHASE_READY,
-    WorkerState.DRAINING: common_pb2.WORKER_PHASE_DRAINING,
-    WorkerState.DEAD: common_pb2.WORKER_PHASE_DEAD,
-}
-
-
-@dataclass(frozen=True)
-class StartedWorker:
-    """What a worker says of itself once it serves."""
-
-    worker_id: str
-    address: str
-    pid: int
-    host: str
-
-
-class Launcher(Protocol):
-    """Begins what is asked and returns at once; outcomes come back as the controller's events."""
-
-    def start(self, name: str, role: Role) -> None:
-        """Leads to `on_ready` or `on_dead`, and to `on_dead` whenever the process ends."""
-        ...
-
-    def adopt(self, name: str, role: Role) -> None:
-        """A worker that an earlier controller started: leads to what `start` leads to."""
-        ...
-
-    def drain(self, name: str, timeout_s: float) -> None:
-        """No new work; running work has `timeout_s`. Leads to `on_drained`."""
-        ...
-
-    def kill(self, name: str) -> None:
-        """Ends the process, whatever it does."""
-        ...
-
-    def retire(self, name: str, timeout_s: float) -> None:
-        """As `drain`, of one that goes on in another role: its server stays until `rebuild`, for
-        a router that does not hear a worker on its list reports it lost.
-        """
-        ...
-
-    def rebuild(self, name: str, new_name: str, role: Role) -> None:
-        """The retired worker `name` goes on as `new_name` in another role, with the weights that it
-        has. Leads to what `start` leads to; `name` is no more.
-        """
-        ...
-
-    def obstacle(self, before: Role, after: Role) -> str:
-        """Why no worker of the one role can go on in the other, or nothing."""
-        ...
-
-    def waiting_for(self, name: str) -> str:
-        """What the start of this worker waits for, such as a GPU or its weights, or nothing."""
-        ...
-
-    def lacks_room(self, name: str) -> bool:
-        """Whether its start waits for a node with room: it has not begun, and may not time out."""
-        ...
 
 
 class Controller:
@@ -174,7 +115,7 @@ class Controller:
         self._publish_changes()
 
     def set_targets(self, targets: Mapping[Role, int], now_s: float) -> dict[Role, int]:
-        """Sets those named; returns both.
+        """Sets those named; returns all.
 
         Raises:
             ValueError: an unknown pool or a size out of range; then nothing is changed.
@@ -189,8 +130,8 @@ class Controller:
         return self._targets()
 
     def change_role(self, worker_id: str, role: Role, now_s: float) -> RoleChange:
-        """The worker drains in its pool and goes on in another: both targets change by one. Where
-        it ends meanwhile, the other pool starts a new one as for any that it lacks.
+        """The worker drains in its pool and goes on in another: the targets of both change by one.
+        Where it ends meanwhile, the other pool starts a new one as for any that it lacks.
 
         Raises:
             UnknownWorkerError: nobody's id is, or begins with, `worker_id`.
@@ -324,13 +265,7 @@ class Controller:
             if (text := self._launcher.waiting_for(worker.name))
         ]
         message = describe(pool, now_s, self._options, waiting, self._num_arriving(pool))
-        return cluster_pb2.PoolStatus(
-            role=WIRE_ROLES[pool.role],
-            target=pool.target,
-            ready=len(pool.in_state(WorkerState.READY)),
-            workers=[_worker_status(worker) for worker in pool.workers.values()],
-            message="; ".join(text for text in (message, self._held) if text),
-        )
+        return pool_status(pool, "; ".join(text for text in (message, self._held) if text))
 
     def _shown_pools(self) -> list[Pool]:
         """Without a colocated one that nobody asked for."""
@@ -453,19 +388,3 @@ def _checked_size(role: Role, size: int) -> int:
     if not 0 <= size <= MAX_POOL_SIZE:
         raise ValueError(f"{role} must be in [0, {MAX_POOL_SIZE}], got {size}")
     return size
-
-
-def _worker_status(worker: WorkerRecord) -> cluster_pb2.WorkerStatus:
-    endpoint = worker.endpoint
-    return cluster_pb2.WorkerStatus(
-        worker_id=worker.known_id,
-        role=WIRE_ROLES[worker.role],
-        phase=_WIRE_PHASE[worker.state],
-        address=endpoint.address if endpoint else "",
-        pid=worker.pid,
-        host=worker.host,
-        becomes=common_pb2.WORKER_ROLE_UNSPECIFIED
-        if worker.becomes is None
-        else WIRE_ROLES[worker.becomes],
-        predecessor=worker.predecessor,
-    )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,19 +18,20 @@ from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
 from legato.cluster.roles import role_of
+from legato.cluster.router_ports import check_port, router_ports
+from legato.cluster.stop_signal import StartInterruptedError
 from legato.cluster.version import legato_version
+from legato.cluster.watchdog import Watchdog
 from legato.protos import cluster_pb2, cluster_pb2_grpc
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from legato.cluster.actors.service import RayService
     from legato.cluster.config import ServiceConfig
+    from legato.cluster.stop_signal import StopSignal
 
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
-MAX_PORT = 65535
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
 
@@ -46,25 +45,6 @@ class Progress(Protocol):
     def state(self, text: str) -> None:
         """What is being waited for now."""
         ...
-
-
-class StopSignal:
-    """Counts Ctrl-C, SIGTERM and SIGHUP: one asks for the end, a second for haste."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def install(self) -> None:
-        """Takes the signals over; again after ray.init, which sets handlers of its own."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-
-
-class StartInterruptedError(Exception):
-    """A signal came while the service was starting."""
 
 
 class Owner:
@@ -115,7 +95,7 @@ class Owner:
         else:
             self._progress.state(f"joining Ray at {ray_address}")
             bound_s = min(JOIN_TIMEOUT_S, config.start_timeout_s)
-            with _Watchdog(bound_s, f"joining Ray at {ray_address}"):
+            with Watchdog(bound_s, f"joining Ray at {ray_address}"):
                 facts = service.join(ray_address)
             self._progress.stage(f"joined Ray at {ray_address}, nodes: {len(facts.nodes)}")
         self._stop.install()
@@ -198,7 +178,7 @@ class Owner:
         finally:
             if service is not None:
                 # Ray waits for its own parts, and one that hangs is waited for without end.
-                with _Watchdog(CLOSE_TIMEOUT_S, "ending Ray", because):
+                with Watchdog(CLOSE_TIMEOUT_S, "ending Ray", because):
                     service.close()
             if self._temp is not None:
                 self._temp.remove()
@@ -278,73 +258,12 @@ class Owner:
         return self._ray
 
 
-def router_ports(config: ServiceConfig) -> list[int]:
-    """Where the routers are to listen; 0 is any free port. ServiceError where there are too few."""
-    first, last = config.router.port, config.router.port + config.num_routers - 1
-    if not first:
-        return [0]
-    if last > MAX_PORT:
-        raise ServiceError(
-            f"--routers {config.num_routers} needs the ports {first} to {last}; the last port is "
-            f"{MAX_PORT}"
-        )
-    return list(range(first, last + 1))
-
-
 def _is_ray(address: str) -> bool:
     try:
         probe_ray(resolve_ray_address(address), timeout_s=1.0)
     except ServiceError:
         return False
     return True
-
-
-class _Watchdog:
-    """Ends this process where a call into Ray never returns: nothing else can interrupt it."""
-
-    def __init__(self, timeout_s: float, what: str, before: str = "") -> None:
-        self._timer = threading.Timer(timeout_s, self._bark, (timeout_s, what, before))
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    @staticmethod
-    def _bark(timeout_s: float, what: str, before: str) -> None:
-        text = f"{what} did not succeed within {timeout_s:g} s"
-        text = f"{before}; {text}" if before else text
-        print(f"legato: {text}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def check_port(host: str, port: int, option: str = "--host") -> None:
-    """Raises ServiceError where nobody can listen there. Port 0 means any free one."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ServiceError(f"{option} {host}: {error.strerror}") from error
-    with socket.socket(family, kind, proto) as probe:
-        # As servers do it: connections that linger do not count, listeners do.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise ServiceError(_port_problem(host, port, option, error)) from error
-
-
-def _port_problem(host: str, port: int, option: str, error: OSError) -> str:
-    if error.errno == 98:  # EADDRINUSE
-        return (
-            f"port {port} on {host} is in use; choose another with --port, or end the service "
-            f"there with `legato stop --port {port}`"
-        )
-    at = f"{host}:{port}" if port else host
-    return f"{option}: cannot listen on {at}: {error.strerror}"
 
 
 def _serves(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""PoolView: the router's view of both pools: who is there, who fits together, who fell silent."""
+"""PoolView: the router's view of all pools: who is there, who fits together, who fell silent."""
 
 from __future__ import annotations
 

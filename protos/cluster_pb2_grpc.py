@@ -78,9 +78,9 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ChangeRole(self, request, context):
-        """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
-        its running streams, then serves under another id, with the weights that it has loaded: no file
-        is read. Both targets change by one.
+        """Takes a ready worker from its pool into that of another role, and returns at once. Its running
+        streams move or end, then it serves under another id, with the weights that it has loaded: no file
+        is read. The old pool's target is one less, the new one's one more.
         Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
         NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
         ready one of its pool, or whose weights are not what the other role asks for.

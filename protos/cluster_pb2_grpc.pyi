@@ -41,9 +41,9 @@ class ClusterStub:
     pool, or for an unknown pool.
     """
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ChangeRoleRequest, _cluster_pb2.ChangeRoleResponse]
-    """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
-    its running streams, then serves under another id, with the weights that it has loaded: no file
-    is read. Both targets change by one.
+    """Takes a ready worker from its pool into that of another role, and returns at once. Its running
+    streams move or end, then it serves under another id, with the weights that it has loaded: no file
+    is read. The old pool's target is one less, the new one's one more.
     Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
     NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
     ready one of its pool, or whose weights are not what the other role asks for.
@@ -66,9 +66,9 @@ class ClusterAsyncStub(ClusterStub):
     pool, or for an unknown pool.
     """
     ChangeRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ChangeRoleRequest, _cluster_pb2.ChangeRoleResponse]  # type: ignore[assignment]
-    """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
-    its running streams, then serves under another id, with the weights that it has loaded: no file
-    is read. Both targets change by one.
+    """Takes a ready worker from its pool into that of another role, and returns at once. Its running
+    streams move or end, then it serves under another id, with the weights that it has loaded: no file
+    is read. The old pool's target is one less, the new one's one more.
     Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
     NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
     ready one of its pool, or whose weights are not what the other role asks for.
@@ -106,9 +106,9 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ChangeRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ChangeRoleResponse, _abc.Awaitable[_cluster_pb2.ChangeRoleResponse]]:
-        """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
-        its running streams, then serves under another id, with the weights that it has loaded: no file
-        is read. Both targets change by one.
+        """Takes a ready worker from its pool into that of another role, and returns at once. Its running
+        streams move or end, then it serves under another id, with the weights that it has loaded: no file
+        is read. The old pool's target is one less, the new one's one more.
         Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
         NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
         ready one of its pool, or whose weights are not what the other role asks for.

@@ -123,7 +123,7 @@ class ControllerActor:
         return self._snapshot
 
     async def pools(self) -> list[bytes]:
-        """Of both pools, as messages: their wire form is stable, their Python form is not."""
+        """Of all pools, as messages: their wire form is stable, their Python form is not."""
         await self._adopted.wait()
         return [pool.SerializeToString() for pool in self._controller.pools(time.monotonic())]
 

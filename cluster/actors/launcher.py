@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from legato.cluster.actors.head_store import HeadStore
     from legato.cluster.actors.plans import WorkerPlan
     from legato.cluster.control_plane import Role
-    from legato.cluster.controller import Controller, StartedWorker
+    from legato.cluster.controller import Controller
+    from legato.cluster.launcher import StartedWorker
 
 LOADING_POLL_S = 0.5  # between two looks at how far a starting worker is
 STOP_GRACE_S = 2.0

@@ -15,7 +15,7 @@ from legato.cluster.actors.logs import begin_logging
 from legato.cluster.actors.termination import at_sigterm
 from legato.cluster.actors.worker_process import WorkerProcess
 from legato.cluster.adoption import FoundWorker
-from legato.cluster.controller import StartedWorker
+from legato.cluster.launcher import StartedWorker
 from legato.cluster.pool import ControllerOptions
 
 if TYPE_CHECKING:

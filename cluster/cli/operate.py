@@ -85,7 +85,7 @@ def scale(
 ) -> None:
     """Set how many workers a pool has; pools that are not named stay as they are.
 
-    Workers that go finish their running streams first.
+    The running streams of workers that go move to others, or end, first.
 
     Examples:
 

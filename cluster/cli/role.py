@@ -35,15 +35,16 @@ def role(
         bool, typer.Option(help="Until it serves in its new role, for up to --timeout.")
     ] = True,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds; its running streams finish first.")
+        float, typer.Option(min=0.1, help="Seconds; its running streams move or end first.")
     ] = 120.0,
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
     """Let a worker that runs go on in another role, without loading the weights again.
 
-    It takes no new work, finishes its running streams, and then serves under another id; the sizes
-    of both pools change by one. The last ready worker of a pool stays.
+    It takes no new work; its running streams move to other workers, or end; then it serves under
+    another id. Its old pool is to be one smaller, its new one larger. The last ready worker of a
+    pool stays.
 
     Examples:
 
@@ -58,7 +59,7 @@ def role(
         stub = cluster_pb2_grpc.ClusterStub(channel)
         answer = stub.ChangeRole(request, timeout=CALL_TIMEOUT_S)
         old = short_id(answer.worker_id)
-        print(f"{old} finishes its streams, then it is a {new_role} worker")
+        print(f"{old} drains, then it is a {new_role} worker")
         print("target: " + ", ".join(f"{role_name(t.role)} {t.target}" for t in answer.targets))
         if wait:
             began_s = time.monotonic()

@@ -24,7 +24,8 @@ def run_service(
     `while_ready` returns how long running requests have, or None for no drain. Returns the exit
     code.
     """
-    from legato.cluster.owner import Owner, StartInterruptedError, StopSignal
+    from legato.cluster.owner import Owner
+    from legato.cluster.stop_signal import StartInterruptedError, StopSignal
 
     stop = StopSignal()
     stop.install()

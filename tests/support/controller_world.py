@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legato.cluster.controller import Controller, StartedWorker
+from legato.cluster.controller import Controller
+from legato.cluster.launcher import StartedWorker
 from legato.cluster.pool import ControllerOptions
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.autoscale_loop import AutoscaleLoop
-from legato.cluster.controller import Controller, StartedWorker
+from legato.cluster.controller import Controller
+from legato.cluster.launcher import StartedWorker
 from legato.cluster.load_window import LoadWindow
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.router_load import RouterLoad, WorkerFigures

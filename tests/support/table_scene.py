@@ -13,7 +13,7 @@ import grpc
 from client_stream import Stream
 from link_proxy import LinkProxy
 from raw_client import RawClient
-from router_service import FakeAnswerText, FakeControl, FakeText, fake_parse
+from router_service import FakeControl, fake_router
 from table_state import (
     CONFIG,
     HANDOFF_BYTES,
@@ -28,12 +28,11 @@ from table_state import (
     gate_of,
 )
 from tcp_proxy import TcpProxy
-from worker_pair import WAIT_S, Worker, running_worker, sampling
+from worker_pair import WAIT_S, Worker, is_empty, running_worker, sampling
 
 from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
-from legato.cluster.router import Router
 from legato.protos import generation_pb2, generation_pb2_grpc, worker_pb2
 
 if TYPE_CHECKING:
@@ -124,17 +123,8 @@ class TableScene:
             self.link_cables[id(sender), id(d)] = await enter(TcpProxy(link.address))
         for sender in self.workers:
             self._lead_links(sender)
-        self.router = Router(
-            RouterOptions(port=0, local_prefill_tokens=self._local_prefill_tokens),
-            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
-            FakeControl(),
-            model_name="fake-model",
-            version="0",
-            owner_pid=7,
-            owner_host="here",
-            parse=fake_parse,
-            new_answer=FakeAnswerText,
-        )
+        options = RouterOptions(port=0, local_prefill_tokens=self._local_prefill_tokens)
+        self.router = fake_router(options, FakeControl())
         address = await self.router.start()
         self._stack.push_async_callback(self.router.stop)
         self.endpoints = endpoints
@@ -372,18 +362,9 @@ async def side_by_side(cases: Iterable[T], run: Callable[[T], Awaitable[object]]
 
 
 def is_free(worker: Worker) -> bool:
-    """free + cached == total, and nothing runs, waits or is promised."""
-    load = worker.load()
+    """It holds and promises nothing."""
     return (
-        load.free_blocks == load.total_blocks
-        and not load.held_blocks
-        and not load.reserved_blocks
-        and not load.running
-        and not load.waiting
-        and not load.transferring
-        and not load.waiting_tokens
-        and not load.swapped
-        and not load.swap_held_blocks
+        is_empty(worker.load())
         and not len(worker.server.node.tickets)
         and not len(worker.server.node.tickets._ledger)
         and not worker.server._lifecycle.num_calls

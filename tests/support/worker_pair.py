@@ -44,6 +44,21 @@ def sampling(max_tokens: int, **overrides: Any) -> common_pb2.SamplingParams:  #
     return common_pb2.SamplingParams(**settings)
 
 
+def is_empty(load: common_pb2.WorkerLoad) -> bool:
+    """free + cached == total, and nothing runs, waits or is promised."""
+    return (
+        load.free_blocks == load.total_blocks
+        and not load.reserved_blocks
+        and not load.held_blocks
+        and not load.running
+        and not load.waiting
+        and not load.transferring
+        and not load.waiting_tokens
+        and not load.swapped
+        and not load.swap_held_blocks
+    )
+
+
 @dataclass
 class Worker:
     server: WorkerServer
@@ -71,18 +86,8 @@ class Worker:
         """LEAK0: every gauge is back at its baseline, and the pool is whole."""
         tickets = self.server.node.tickets
         await self.until(
-            lambda load: (
-                load.free_blocks == load.total_blocks
-                and not load.reserved_blocks
-                and not load.held_blocks
-                and not load.running
-                and not load.waiting
-                and not load.transferring
-                and not load.waiting_tokens
-                and not load.swapped
-                and not load.swap_held_blocks
-                and len(tickets) == 0  # blocks go back before the last message is written
-            )
+            # Blocks go back before the last message is written.
+            lambda load: is_empty(load) and len(tickets) == 0
         )
         self.server.node.pool.check_integrity()
         assert len(tickets._ledger) == 0

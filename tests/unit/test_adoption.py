@@ -9,7 +9,8 @@ import pytest
 from controller_world import FakeLauncher
 
 from legato.cluster.adoption import ControllerMemory, FoundWorker
-from legato.cluster.controller import Controller, StartedWorker
+from legato.cluster.controller import Controller
+from legato.cluster.launcher import StartedWorker
 from legato.cluster.pool import ControllerOptions, WorkerState
 
 if TYPE_CHECKING:

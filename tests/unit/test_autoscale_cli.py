@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from serve_configs import note_configs
 
 from legato.cluster.autoscale_options import AutoscaleOptions, PoolRange
 from legato.cluster.cli import main as cli
@@ -20,14 +21,7 @@ RANGES = ("--autoscale", "prefill=1..8", "decode=1..4")
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServiceConfig]:
-    started: list[ServiceConfig] = []
-
-    def note(config: ServiceConfig, _: object) -> int:
-        started.append(config)
-        return 0
-
-    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
-    return started
+    return note_configs(monkeypatch)
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from serve_configs import note_configs
 
 from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
@@ -22,10 +23,10 @@ from legato.cluster.cli.operate import parse_targets
 from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
-from legato.cluster.config import EngineOptions, ServiceConfig
+from legato.cluster.config import EngineOptions
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import dial_address
-from legato.cluster.owner import check_port
+from legato.cluster.router_ports import check_port
 from legato.protos import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -541,13 +542,7 @@ def test_a_number_without_a_unit_may_be_a_fraction() -> None:
 
 
 def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[ServiceConfig] = []
-
-    def note(config: ServiceConfig, _: object) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
+    configs = note_configs(monkeypatch)
     assert run.bare("serve", "--model", "x") == 0
     words = ["--admission", "reserve", "--admission-risk", "0.2", "--swap-memory", "0"]
     assert run.bare("serve", "--model", "x", "--kv-memory", "0.6", *words) == 0
@@ -563,13 +558,7 @@ def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.Monke
 def test_options_of_one_pool_reach_the_service(
     run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs: list[ServiceConfig] = []
-
-    def note(config: ServiceConfig, _: object) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr("legato.cluster.cli.serve.run_service", note)
+    configs = note_configs(monkeypatch)
     both = ["--dtype", "float32", "--decode-dtype", "bfloat16", "--decode-kv-cache", "int8"]
     assert run.bare("serve", "--model", "x", *both, "--kv-wire", "float16") == 0
     # What is the same needs no wire.

@@ -110,7 +110,7 @@ def test_without_a_wait_it_asks_and_returns(
     clusters.append(CannedCluster(None))
     assert run(clusters[0], monkeypatch, "prefill-01", "decode", "--no-wait") == 0
     assert clusters[0].num_looks == 0
-    assert "finishes its streams, then it is a decode worker" in capsys.readouterr().out
+    assert "drains, then it is a decode worker" in capsys.readouterr().out
 
 
 def test_a_worker_that_ends_on_the_way_is_an_error_that_says_what_follows(

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 from controller_world import FakeLauncher, World
 
-from legato.cluster.controller import Controller, StartedWorker
+from legato.cluster.controller import Controller
+from legato.cluster.launcher import StartedWorker
 from legato.cluster.pool import ControllerOptions, WorkerState
 from legato.protos import common_pb2
 

@@ -13,7 +13,9 @@ import pytest
 
 from legato.cluster.config import RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
-from legato.cluster.owner import DRAIN_S, Owner, StopSignal, router_ports
+from legato.cluster.owner import DRAIN_S, Owner
+from legato.cluster.router_ports import router_ports
+from legato.cluster.stop_signal import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

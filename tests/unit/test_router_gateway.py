@@ -12,13 +12,12 @@ import pytest
 from fake_worker import FakeWorker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from router_service import FakeControl, FakeText, Service, ask, collect, expected, until
+from router_service import FakeControl, Service, ask, collect, expected, fake_router, until
 
 from legato.cluster.client import Client
 from legato.cluster.config import RouterOptions
 from legato.cluster.gateway import CLUSTER, GENERATION, MAX_REQUEST_BYTES
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
-from legato.cluster.router import Router
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -273,15 +272,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        router = Router(
-            RouterOptions(port=port),
-            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
-            FakeControl(),
-            model_name="m",
-            version="0",
-            owner_pid=1,
-            owner_host="here",
-        )
+        router = fake_router(RouterOptions(port=port), FakeControl())
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             await router.start()
         await router.stop()
@@ -289,15 +280,8 @@ async def test_a_taken_port_is_a_clear_error() -> None:
 
 async def test_two_services_do_not_share_a_port() -> None:
     async with Service(*pair()) as service:
-        router = Router(
-            RouterOptions(port=int(service.address.rsplit(":", 1)[1])),
-            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
-            FakeControl(),
-            model_name="m",
-            version="0",
-            owner_pid=1,
-            owner_host="here",
-        )
+        port = int(service.address.rsplit(":", 1)[1])
+        router = fake_router(RouterOptions(port=port), FakeControl())
         with pytest.raises(OSError, match="the port is taken"):
             await router.start()
         await router.stop()

@@ -14,6 +14,7 @@ from legato.protos import common_pb2, worker_pb2
 
 MODEL = FakeModel(fake_config())
 NUM_TOKENS = 14
+EXPECTED = "stop, pause, move or unpark is expected now"
 BYTES_PER_ROW = 3 * 2 * 2 * 4 * 4  # layers, K and V, heads, head_dim, fp32
 
 
@@ -190,9 +191,9 @@ async def test_a_ticket_whose_answers_were_stopped_takes_no_kv() -> None:
     [
         ({"stop": worker_pb2.Stop(answer=3)}, "stop.answer is 3, limit [0, 3)"),
         ({"stop": worker_pb2.Stop(answer=-1)}, "stop.answer is -1, limit [0, 3)"),
-        ({"start": worker_pb2.Start()}, "command is start, stop is expected now"),
-        ({"reserve": worker_pb2.Reserve()}, "command is reserve, stop is expected now"),
-        ({}, "command is None, stop is expected now"),
+        ({"start": worker_pb2.Start()}, f"command is start, {EXPECTED}"),
+        ({"reserve": worker_pb2.Reserve()}, f"command is reserve, {EXPECTED}"),
+        ({}, f"command is None, {EXPECTED}"),
     ],
 )
 @pytest.mark.parametrize("landed", [False, True])
