@@ -113,7 +113,9 @@ class Ledger:
         is_elsewhere = [*self._by_name.get(name, {router: None})][-1] != router
         late_s = line["at_s"] - end.until_s
         if is_elsewhere and late_s > CANCEL_BOUND_S:
-            self.wrong.append(f"{name}: {line['event']} {late_s:.1f} s after router {router} ran on")
+            self.wrong.append(
+                f"{name}: {line['event']} {late_s:.1f} s after router {router} ran on"
+            )
 
     def unended(self) -> list[str]:
         """Requests that no end was told of, but for those that ended with their router."""
