@@ -1,4 +1,4 @@
-"""A router of two is killed, or hangs, under a hundred streams of the Python client: none is lost."""
+"""A router of two is killed, or hangs, under a hundred streams of the client: none is lost."""
 
 from __future__ import annotations
 

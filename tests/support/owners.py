@@ -226,7 +226,7 @@ class Strike:
 
 
 def running_at(lines: Iterable[Line], end: RouterEnd) -> tuple[set[str], Counter[str]]:
-    """What a router had when it ended: the requests that workers had, and their answers by phase."""
+    """What workers had from a router when it ended: requests, and their answers by phase."""
     ledger = Ledger()
     for line in lines:
         if line["at_s"] <= end.at_s:
