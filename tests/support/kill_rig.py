@@ -91,8 +91,7 @@ class KillRig:
 
     def lines(self) -> list[dict[str, Any]]:
         """The request log as it is now; the last line may be in writing."""
-        text = self.log.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return read_lines(self.log)
 
     async def until_busy(self, worker: cluster_pb2.WorkerStatus) -> None:
         """The router has something on that worker."""
@@ -131,6 +130,12 @@ class KillRig:
                 await asyncio.sleep(0.05)
         cancels = {c.request_id: c.cancelled_at_s for c in calls if c.cancelled_at_s is not None}
         return check_owners(self.lines(), cancels)
+
+
+def read_lines(log: Path) -> list[dict[str, Any]]:
+    """Those of a request log that are whole."""
+    text = log.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 @contextmanager
