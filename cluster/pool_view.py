@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+# Of the router itself: connections may have broken of it, after 2 s by `CHANNEL_OPTIONS`.
+STOOD_STILL_S = 1.5
 REPORT_TIMEOUT_S = 10.0  # of one try to tell the controller
 # So many different requests in a row failed on a worker that still reports: it is broken.
 FAILED_REQUESTS_LIMIT = 3
@@ -102,6 +104,7 @@ class PoolView:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._last_tick_at = now()
+        self._held_up_at = -float("inf")
         self.references: dict[Role, worker_pb2.WorkerIdentity] = {}  # of each pool, the first
         self.empty_since: dict[Role, float | None] = dict.fromkeys(ROLES, now())
         self.ever_ready = False
@@ -234,12 +237,18 @@ class PoolView:
         """
         now = self._now()
         held_up_s = max(0.0, now - self._last_tick_at - self._silence_s / 4)
+        if self._is_held_up():
+            self._held_up_at = now
         self._last_tick_at = now
         for view in self.views():
             view.last_report_at = min(now, view.last_report_at + held_up_s)
             silent_s = now - view.last_report_at
             if view.state is ViewState.READY and silent_s > self._silence_s:
                 self.lose(view, f"no report for {silent_s:.1f} s (limit {self._silence_s:g} s)")
+
+    def _is_held_up(self) -> bool:
+        """We have stood still since the last look; what waits in the loop may run before it."""
+        return self._now() - self._last_tick_at > STOOD_STILL_S
 
     async def close(self) -> None:
         """Ends every watch and channel; waits for reports to the controller, bounded."""
@@ -312,7 +321,16 @@ class PoolView:
     async def _report(self, view: WorkerView, reason: str) -> None:
         """Tells the controller, again and again while it restarts: without the report nobody would
         end a worker that hangs. Old news once the worker has left the snapshot.
+
+        Where we stood still ourselves (stopped, or without a CPU), the worker has a while to report
+        again: else a router that hangs would end all workers when it goes on.
         """
+        if self._is_held_up() or self._now() - self._held_up_at < self._silence_s:
+            deadline = self._now() + self._silence_s
+            while self._now() < deadline:
+                if view.state is not ViewState.LOST:
+                    return
+                await asyncio.sleep(RETRY_S)
         while self._views.get(view.worker_id) is view:
             if await self._try_to_report(view, reason):
                 return

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from io import FileIO
 
 log = logging.getLogger(__name__)
 
@@ -17,16 +18,18 @@ log = logging.getLogger(__name__)
 class RequestLog:
     """Appends to one file, each line whole and at once; without a path it does nothing.
 
-    `docs/operations.md` names the events and their fields. A line tells of no text and no token. A
-    disk that takes no more ends the log, never a request.
+    All routers of a service append to the same file. `docs/operations.md` names the events and
+    their fields. A line tells of no text and no token. A disk that takes no more ends the log,
+    never a request.
     """
 
     def __init__(self, path: str | None, *, now: Callable[[], float] = time.time) -> None:
         """Raises OSError where the file cannot be opened."""
         self._now = now
         self._path = path
-        # Line-buffered: a router that is killed has told what it did.
-        self._file: TextIO | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115  # open as long as the router lives
+        # Unbuffered: a router that is killed has told what it did, and a line of any length is one
+        # write, which the lines of other routers come before or behind.
+        self._file: FileIO | None = open(path, "ab", buffering=0) if path else None  # noqa: SIM115  # open as long as the router lives
         self._router = os.getpid()
 
     def note(self, event: str, **fields: str | int | None) -> None:
@@ -34,11 +37,18 @@ class RequestLog:
         if self._file is None:
             return
         line = {"at_s": self._now(), "router": self._router, "event": event, **fields}
+        data = (json.dumps(line) + "\n").encode()
         try:
-            self._file.write(json.dumps(line) + "\n")
+            num_written = self._file.write(data)
         except OSError as error:
-            log.error("no more lines to the request log %s: %s", self._path, error)
-            self.close()
+            self._give_up(str(error))
+        else:
+            if num_written != len(data):
+                self._give_up(f"it took {num_written} of a line's {len(data)} bytes")
+
+    def _give_up(self, reason: str) -> None:
+        log.error("no more lines to the request log %s: %s", self._path, reason)
+        self.close()
 
     def close(self) -> None:
         """No more lines. Idempotent."""

@@ -11,7 +11,7 @@ class Watchdog:
     """Ends this process where a call into Ray never returns: nothing else can interrupt it."""
 
     def __init__(self, timeout_s: float, what: str, before: str = "") -> None:
-        """It says that `what` did not succeed, behind what went wrong `before`."""
+        """`what` did not succeed within `timeout_s`, it says, behind what went wrong before."""
         self._timer = threading.Timer(timeout_s, self._bark, (timeout_s, what, before))
         self._timer.daemon = True
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 50051
 CONNECT_TIMEOUT_S = 5.0
+# Of several routers, for one that has the connection to say something: it may hang.
+GREETING_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 10.0
 
 AddressOption = Annotated[
@@ -55,36 +57,52 @@ def choose_address(address: str | None, port: int | None) -> str:
 
 def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     """True where something accepts connections; of several addresses, at one of them."""
-    return _first_open(address, timeout_s) is not None
-
-
-def _first_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str | None:
     for target in address.split(","):
         host, _, port = target.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
         except OSError:
             continue
-        return target
-    return None
+        return True
+    return False
 
 
 @contextmanager
 def connect(address: str) -> Iterator[grpc.Channel]:
-    """A channel to the first router that is there; within the block, gRPC errors become
-    ServiceErrors of one sentence.
+    """A channel to the first router that is there and does not hang; within the block, gRPC errors
+    become ServiceErrors of one sentence.
 
     Raises:
         ServiceError: nothing listens, or a call failed.
     """
     import grpc
 
-    target = _first_open(address)
-    if target is None:
+    from legato.cluster.client_channels import CHANNEL_OPTIONS
+
+    targets = [target for target in address.split(",") if is_open(target)]
+    if not targets:
         raise _nobody(address)
-    options = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20)]
-    with _sentences(target), grpc.insecure_channel(target, options=options) as channel:
-        yield channel
+    while True:
+        target = targets.pop(0)
+        with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+            if targets and not _is_greeted(channel):
+                continue
+            with _sentences(target):
+                yield channel
+            return
+
+
+def _is_greeted(channel: grpc.Channel) -> bool:
+    """A process that is stopped still has connections made, by its kernel, and says nothing."""
+    import grpc
+
+    ready = grpc.channel_ready_future(channel)
+    try:
+        ready.result(timeout=GREETING_TIMEOUT_S)
+    except grpc.FutureTimeoutError:
+        ready.cancel()
+        return False
+    return True
 
 
 @contextmanager

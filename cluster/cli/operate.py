@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,7 @@ from legato.cluster.cli.connection import (
     PortOption,
     choose_address,
     connect,
+    connect_client,
     is_open,
 )
 from legato.cluster.cli.status_table import kv_table, role_name, status_lines, worker_table
@@ -24,6 +26,7 @@ from legato.cluster.pool import MAX_POOL_SIZE
 if TYPE_CHECKING:
     import psutil
 
+    from legato.cluster.control_plane import Role
     from legato.protos import cluster_pb2
 
 POLL_S = 0.2
@@ -36,7 +39,8 @@ def status(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Show pools, workers and the queue. Exit code 3 while the service is not ready.
+    """Show pools, workers and the requests of each router of --address. Exit code 3 while the
+    service is not ready.
 
     Examples:
 
@@ -44,11 +48,8 @@ def status(
 
         legato status --json | jq .pools
     """
-    from legato.protos import cluster_pb2, cluster_pb2_grpc
-
-    with connect(choose_address(address, port)) as channel:
-        stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+    told = _ask_each(choose_address(address, port).split(","))
+    answer = next(answer for answer in told.values() if answer is not None)
     if as_json:
         from google.protobuf.json_format import MessageToJson
 
@@ -62,7 +63,8 @@ def status(
     else:
         from rich.console import Console
 
-        for line in status_lines(answer):
+        routers = {where: told_by and told_by.router for where, told_by in told.items()}
+        for line in status_lines(answer, routers):
             print(line)
         # A pipe has no width: there nothing is shortened to fit.
         console = Console(width=None if sys.stdout.isatty() else 200)
@@ -93,21 +95,17 @@ def scale(
 
         legato scale prefill=2 decode=3 --wait 120
     """
-    from legato.protos import cluster_pb2, cluster_pb2_grpc
-
-    request = cluster_pb2.ScalePoolRequest(targets=parse_targets(targets))
-    with connect(choose_address(address, port)) as channel:
-        stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.ScalePool(request, timeout=CALL_TIMEOUT_S)
-        print("target: " + ", ".join(f"{role_name(t.role)} {t.target}" for t in answer.targets))
-        sizes = {role_name(t.role): t.target for t in answer.targets}
+    wanted = parse_targets(targets)
+    with connect_client(choose_address(address, port)) as client:
+        sizes = client.scale(wanted)
+        print("target: " + ", ".join(f"{role} {size}" for role, size in sizes.items()))
         empty = [role for role, size in sizes.items() if not size and role != "colocated"]
         if empty and not sizes.get("colocated"):
             print(f"nothing is served with no {' and no '.join(empty)} worker", file=sys.stderr)
         deadline_s = time.monotonic() + (wait or 0)
         while wait is not None:
-            now = stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
-            late = [f"{role_name(pool.role)}: {pool.message}" for pool in now.pools if pool.message]
+            pools = client.status().pools
+            late = [f"{role_name(pool.role)}: {pool.message}" for pool in pools if pool.message]
             if not late:
                 break
             if time.monotonic() > deadline_s:
@@ -152,24 +150,45 @@ def stop(
     print("stopped")
 
 
-def parse_targets(words: list[str]) -> list[cluster_pb2.PoolTarget]:
+def parse_targets(words: list[str]) -> dict[Role, int]:
     """Raises BadParameter naming the word that is wrong."""
-    from legato.cluster.roles import WIRE_ROLES
-    from legato.protos import cluster_pb2
+    from legato.cluster.roles import ROLES
 
-    roles = {str(role): number for role, number in WIRE_ROLES.items()}
-    targets: dict[str, cluster_pb2.PoolTarget] = {}
+    roles: dict[str, Role] = {role: role for role in ROLES}
+    targets: dict[Role, int] = {}
     for word in words:
         pool, _, size = word.partition("=")
         if pool not in roles or not size.isascii() or not size.isdigit():
             names = " or ".join(f"{role}=N" for role in roles)
             raise typer.BadParameter(f"must be {names} with N >= 0, got {word!r}")
-        if pool in targets:
-            raise typer.BadParameter(f"{pool} is given twice")
+        role = roles[pool]
+        if role in targets:
+            raise typer.BadParameter(f"{role} is given twice")
         if int(size) > MAX_POOL_SIZE:
-            raise typer.BadParameter(f"{pool} must be in [0, {MAX_POOL_SIZE}], got {size}")
-        targets[pool] = cluster_pb2.PoolTarget(role=roles[pool], target=int(size))
-    return list(targets.values())
+            raise typer.BadParameter(f"{role} must be in [0, {MAX_POOL_SIZE}], got {size}")
+        targets[role] = int(size)
+    return targets
+
+
+def _ask_each(addresses: list[str]) -> dict[str, cluster_pb2.GetStatusResponse | None]:
+    """Of several routers those that do not answer have None, unless none does; at once."""
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        calls = {address: threads.submit(_ask, address) for address in addresses}
+    errors = [error for call in calls.values() if (error := call.exception()) is not None]
+    if len(errors) == len(calls):
+        raise errors[0]
+    return {
+        address: call.result() if call.exception() is None else None
+        for address, call in calls.items()
+    }
+
+
+def _ask(address: str) -> cluster_pb2.GetStatusResponse:
+    from legato.protos import cluster_pb2, cluster_pb2_grpc
+
+    with connect(address) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
 
 
 def _owner_process(answer: cluster_pb2.GetStatusResponse) -> psutil.Process | None:

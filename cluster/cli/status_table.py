@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
 
     from legato.protos import cluster_pb2, common_pb2
@@ -12,16 +14,18 @@ if TYPE_CHECKING:
 DECISIONS_SHOWN = 5
 
 
-def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
-    """The service, its queue, and what each pool says."""
-    router = answer.router
+def status_lines(
+    answer: cluster_pb2.GetStatusResponse,
+    routers: Mapping[str, cluster_pb2.RouterStatus | None],
+) -> list[str]:
+    """The service, what each router says of its own requests, by its address (None: it does not
+    answer), and what each pool says.
+    """
     lines = [
         f"{answer.model}: {'ready' if answer.ready else 'NOT READY'}, up {answer.uptime_s:.0f} s, "
-        f"legato {answer.version}, owner {answer.owner_pid} on {answer.owner_host}",
-        f"requests: {router.queued} queued, {router.in_flight} in flight, {router.completed} "
-        f"completed, {router.failed} failed, {router.cancelled} cancelled, {router.refused} "
-        f"refused, {router.moved} moved after a loss, {router.moved_with_kv} with their KV",
+        f"legato {answer.version}, owner {answer.owner_pid} on {answer.owner_host}"
     ]
+    lines += [f"requests at {address}: {_requests(told)}" for address, told in routers.items()]
     for pool in answer.pools:
         if not pool.target and not pool.workers and not pool.message and len(answer.pools) > 2:
             continue  # there is a colocated pool, and this one is not wanted
@@ -34,6 +38,16 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
     if answer.HasField("autoscaler"):
         lines += autoscaler_lines(answer.autoscaler)
     return lines
+
+
+def _requests(router: cluster_pb2.RouterStatus | None) -> str:
+    if router is None:
+        return "no answer from this router"
+    return (
+        f"{router.queued} queued, {router.in_flight} in flight, {router.completed} completed, "
+        f"{router.failed} failed, {router.cancelled} cancelled, {router.refused} refused, "
+        f"{router.moved} moved after a loss, {router.moved_with_kv} with their KV"
+    )
 
 
 def autoscaler_lines(status: cluster_pb2.AutoscalerStatus) -> list[str]:

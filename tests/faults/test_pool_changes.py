@@ -144,6 +144,7 @@ async def test_a_worker_that_is_gone_is_noticed_in_time(
         for role in STRUCK:
             worker = (await rig.workers(role))[0]
             struck = psutil.Process(worker.pid)
+            await rig.until_busy(worker)
             strike = rig.strike(worker, number)
             try:
                 noticed_s.append(await rig.until_lost(strike, 30))

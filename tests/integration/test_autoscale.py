@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from raw_client import BlockingRawClient
 from served import Served, legato
 from tiny_models import make_llama_folder
 
-from legato.cluster.client import Client
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Streams:
         self._threads.shutdown()
 
     def _run(self, number: int) -> None:
-        with Client(self._address) as client:
+        with BlockingRawClient(self._address) as client:
             while not self._ending.is_set():
                 message = generation_pb2.GenerateRequest(
                     text=f"stream {number}",
@@ -68,7 +68,7 @@ class Streams:
                 self.num_answers += 1
 
 
-def wait_for(what: Callable[[], bool], timeout_s: float, client: Client) -> None:
+def wait_for(what: Callable[[], bool], timeout_s: float, client: BlockingRawClient) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline_s, client.status()
@@ -81,7 +81,7 @@ def test_decode_grows_under_load_and_shrinks_after_it(tmp_path: Path) -> None:
     room = ("--kv-memory", str(112 * BLOCK_BYTES), "--swap-memory", "0", "--threads", "1")
     with (
         Served(tmp_path / "log", "--model", str(folder), *room, *AUTOSCALE) as served,
-        Client(served.address) as client,
+        BlockingRawClient(served.address) as client,
     ):
 
         def ready_decode() -> int:

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from raw_client import BlockingRawClient
 from served import Served, legato
 from tiny_models import make_llama_folder
 
-from legato.cluster.client import Client
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.integration
 COLOCATED, DECODE = common_pb2.WORKER_ROLE_COLOCATED, common_pb2.WORKER_ROLE_DECODE
 
 
-def ask(client: Client, max_tokens: int = 20) -> tuple[list[int], generation_pb2.Timings]:
+def ask(
+    client: BlockingRawClient, max_tokens: int = 20
+) -> tuple[list[int], generation_pb2.Timings]:
     request = generation_pb2.GenerateRequest(
         text="hello there, " * 20,
         sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
@@ -32,11 +34,11 @@ def ask(client: Client, max_tokens: int = 20) -> tuple[list[int], generation_pb2
     return ids, responses[-1].finish.timings
 
 
-def pool_of(client: Client, role: int) -> cluster_pb2.PoolStatus:
+def pool_of(client: BlockingRawClient, role: int) -> cluster_pb2.PoolStatus:
     return next(pool for pool in client.status().pools if pool.role == role)
 
 
-def wait_for(client: Client, role: int, size: int) -> list[str]:
+def wait_for(client: BlockingRawClient, role: int, size: int) -> list[str]:
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         pool = pool_of(client, role)
@@ -51,7 +53,7 @@ def test_two_colocated_workers_are_a_service_and_change_their_roles(tmp_path: Pa
     words = ("--model", str(model), "--prefill", "0", "--decode", "0", "--colocated", "2")
     served = Served(tmp_path / "serve.log", *words, "--kv-memory", "16MiB", "--threads", "1")
     at = ("--address", served.address)
-    with served, Client(served.address) as client:
+    with served, BlockingRawClient(served.address) as client:
         answer, timings = ask(client)
         assert timings.prefill_worker == timings.decode_worker
         assert timings.kv_bytes_handed_over == 0

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import grpc
 import psutil
 import pytest
+from raw_client import BlockingRawClient, RawClient
 from ray_head import ray_head
 from served import END_TIMEOUT_S, Served, legato, runs
 from tiny_models import make_llama_folder
 
-from legato.cluster.client import AsyncClient, Client
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ async def ask_all(
     """Streams over all routers in turn; `while_running` is called, in a thread, when each of them
     has begun and none has ended.
     """
-    clients = [AsyncClient(address) for address in addresses]
+    clients = [RawClient(address) for address in addresses]
     num_begun, num_ended = 0, 0
     begun = asyncio.Event()
 
-    async def ask(client: AsyncClient, text: str) -> list[int]:
+    async def ask(client: RawClient, text: str) -> list[int]:
         nonlocal num_begun, num_ended
         request = generation_pb2.GenerateRequest(
             text=text,
@@ -118,12 +118,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
         time.sleep(0.05)
 
 
-def pool_sizes(client: Client) -> list[tuple[int, int]]:
+def pool_sizes(client: BlockingRawClient) -> list[tuple[int, int]]:
     """(live, ready) of each pool."""
     return [(len(pool.workers), pool.ready) for pool in client.status().pools]
 
 
-def worker_pids(client: Client) -> dict[str, int]:
+def worker_pids(client: BlockingRawClient) -> dict[str, int]:
     return {w.worker_id: w.pid for pool in client.status().pools for w in pool.workers}
 
 
@@ -132,7 +132,7 @@ def test_no_request_notices_that_the_controller_is_killed(
 ) -> None:
     first, second = served.address.split(",")
     (controller,) = actor_processes(served, "ControllerActor")
-    with Client(first) as client:
+    with BlockingRawClient(first) as client:
         before = worker_pids(client)
 
         def kill() -> None:
@@ -154,7 +154,7 @@ def test_no_request_notices_that_the_controller_is_killed(
 def test_a_worker_that_dies_while_there_is_no_controller_is_replaced(
     served: Served, undisturbed: list[list[int]]
 ) -> None:
-    with Client(served.address.split(",")[1]) as client:
+    with BlockingRawClient(served.address.split(",")[1]) as client:
         before = worker_pids(client)
         victim = client.status().pools[1].workers[0]
 
@@ -178,7 +178,7 @@ def test_a_killed_router_comes_back_and_the_other_serves_on(
     served: Served, undisturbed: list[list[int]]
 ) -> None:
     addresses = served.address.split(",")
-    with Client(addresses[0]) as first, Client(addresses[1]) as second:
+    with BlockingRawClient(addresses[0]) as first, BlockingRawClient(addresses[1]) as second:
         router, _ = actor_processes(served, "RouterActor")
         ports = {c.laddr.port for c in router.net_connections("tcp") if c.status == "LISTEN"}
         lost, kept = (
@@ -208,7 +208,7 @@ def test_streams_run_on_and_new_ones_start_when_rays_head_is_lost(
     model: Path, tmp_path: Path
 ) -> None:
     words = ("--model", str(model), "--decode", "2", *SMALL)
-    with Served(tmp_path / "log", *words) as service, Client(service.address) as client:
+    with Served(tmp_path / "log", *words) as service, BlockingRawClient(service.address) as client:
         folder = service.temp_folder()
         prompts = PROMPTS[:8]
         alone = asyncio.run(ask_all([service.address], prompts=prompts))
@@ -252,7 +252,7 @@ def test_nothing_is_left_in_a_cluster_when_the_owner_is_killed(model: Path, tmp_
             *SMALL,
         )
         with Served(tmp_path / "log", *words, "--decode", "1", env=env) as service:
-            with Client(service.address) as client:
+            with BlockingRawClient(service.address) as client:
                 pids = set(worker_pids(client).values())
             namespace = {p.pid: p for p in psutil.process_iter() if p.pid in pids}
             nodes = {p.parent() for p in namespace.values()}  # raylets, whose children actors are

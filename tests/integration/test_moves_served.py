@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from raw_client import BlockingRawClient
 from served import Served
 from tiny_models import make_llama_folder
 
-from legato.cluster.client import Client
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield service
 
 
-def ask(client: Client, number: int) -> Whole:
+def ask(client: BlockingRawClient, number: int) -> Whole:
     """Half of them sampled."""
     request = generation_pb2.GenerateRequest(
         text=f"prompt number {number}",
@@ -72,17 +72,17 @@ def ask(client: Client, number: int) -> Whole:
 @pytest.fixture(scope="module")
 def alone(served: Served) -> list[list[int]]:
     """Their answers where nothing moves."""
-    with Client(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
+    with BlockingRawClient(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
         answers = list(threads.map(lambda n: ask(client, n), range(NUM_STREAMS)))
     assert all(answer.finish.timings.moves == 0 for answer in answers)
     return [answer.token_ids for answer in answers]
 
 
-def decode_workers(client: Client) -> list[cluster_pb2.WorkerStatus]:
+def decode_workers(client: BlockingRawClient) -> list[cluster_pb2.WorkerStatus]:
     return list(client.status().pools[1].workers)
 
 
-def wait_for(client: Client, num_decodes: int, without: str = "") -> None:
+def wait_for(client: BlockingRawClient, num_decodes: int, without: str = "") -> None:
     """So many decode workers are there, each ready, and that one is gone."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
@@ -94,7 +94,7 @@ def wait_for(client: Client, num_decodes: int, without: str = "") -> None:
         time.sleep(0.02)
 
 
-def begin(client: Client, threads: ThreadPoolExecutor) -> list[Future[Whole]]:
+def begin(client: BlockingRawClient, threads: ThreadPoolExecutor) -> list[Future[Whole]]:
     """All of them run, and have come some way."""
     before = {w.worker_id: w.load.decode_tokens for w in decode_workers(client)}
     streams = [threads.submit(ask, client, n) for n in range(NUM_STREAMS)]
@@ -125,7 +125,7 @@ def was_computed_anew(answer: Whole) -> bool:
 
 
 def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int]]) -> None:
-    with Client(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
+    with BlockingRawClient(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
         wait_for(client, 2)
         moved_before = client.status().router.moved_with_kv
         streams = begin(client, threads)
@@ -162,7 +162,7 @@ def test_a_worker_that_is_told_to_end_is_replaced_and_loses_nothing(
     served: Served, alone: list[list[int]], num_decodes: int
 ) -> None:
     """With one alone, its streams move to the one that takes its place."""
-    with Client(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
+    with BlockingRawClient(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
         client.scale({"decode": num_decodes})
         wait_for(client, num_decodes)
         streams = begin(client, threads)

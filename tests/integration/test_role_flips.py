@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from raw_client import BlockingRawClient
 from served import Served, legato
 from tiny_models import make_llama_folder
 
-from legato.cluster.client import Client
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Load:
     """Clients that ask one request after the other until `end`."""
 
     def __init__(self, address: str) -> None:
-        self._client = Client(address)
+        self._client = BlockingRawClient(address)
         self._ended = threading.Event()
         self._prompts = itertools.count()
         self._threads = ThreadPoolExecutor(NUM_CLIENTS)
@@ -68,7 +68,7 @@ class Load:
             self.streams.append(ask(self._client, next(self._prompts) % NUM_PROMPTS))
 
 
-def ask(client: Client, prompt: int, max_tokens: int = MAX_TOKENS) -> Stream:
+def ask(client: BlockingRawClient, prompt: int, max_tokens: int = MAX_TOKENS) -> Stream:
     seeded = prompt % 2 == 1
     request = generation_pb2.GenerateRequest(
         text=f"prompt {prompt} " * (1 + prompt),
@@ -93,7 +93,7 @@ def ask(client: Client, prompt: int, max_tokens: int = MAX_TOKENS) -> Stream:
     return Stream(prompt, token_ids, times[0], times[1], *workers)
 
 
-def wait_for_successor(client: Client, worker_id: str) -> tuple[str, float]:
+def wait_for_successor(client: BlockingRawClient, worker_id: str) -> tuple[str, float]:
     """The id of the worker that `worker_id` has become, and when it was seen to be ready."""
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
@@ -106,7 +106,7 @@ def wait_for_successor(client: Client, worker_id: str) -> tuple[str, float]:
     raise AssertionError(f"{worker_id} did not become anything")
 
 
-def until_served_by(client: Client, worker_id: str) -> float:
+def until_served_by(client: BlockingRawClient, worker_id: str) -> float:
     """When the first token came that the worker made. Of requests at the same moment some go to it,
     however little the others have to do.
     """
@@ -121,7 +121,7 @@ def until_served_by(client: Client, worker_id: str) -> float:
     raise AssertionError(f"{worker_id} served nobody")
 
 
-def pids(client: Client) -> dict[str, int]:
+def pids(client: BlockingRawClient) -> dict[str, int]:
     return {w.worker_id: w.pid for pool in client.status().pools for w in pool.workers}
 
 
@@ -133,7 +133,7 @@ def test_roles_flip_both_ways_under_load(
     # Else decode workers compute prompts as short as these, and prefill workers have nothing to do.
     words = (*words, "--threads", "1", "--local-prefill-tokens", "0")
     served = Served(tmp_path / "serve.log", *words)
-    with served, Client(served.address) as client:
+    with served, BlockingRawClient(served.address) as client:
         alone = [ask(client, prompt).token_ids for prompt in range(NUM_PROMPTS)]
         processes = set(pids(client).values())
         shutil.rmtree(model)  # from here on nothing can be loaded

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from raw_client import RawClient
 from ray_nodes import RayNodes
 from served import Served, legato
 from tiny_models import make_llama_folder
 
-from legato.cluster.client import AsyncClient
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Answer:
     tokens: list[int]
     finish: generation_pb2.Finish | None = None
 
-    async def read(self, client: AsyncClient) -> None:
+    async def read(self, client: RawClient) -> None:
         """To its end; every second one is greedy, the others draw by a seed."""
         greedy = self.number % 2 == 0
         request = generation_pb2.GenerateRequest(
@@ -80,7 +80,7 @@ class Answer:
                 self.tokens += response.delta.token_ids
 
 
-async def run_load(client: AsyncClient, disturb: Callable[[], None] | None = None) -> list[Answer]:
+async def run_load(client: RawClient, disturb: Callable[[], None] | None = None) -> list[Answer]:
     """All streams to their ends; `disturb` is called once each of them has begun and none ended."""
     answers = [Answer(number, []) for number in range(NUM_STREAMS)]
     reading = [asyncio.create_task(answer.read(client)) for answer in answers]
@@ -100,7 +100,7 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 async def decode_pool(
-    client: AsyncClient, condition: Callable[[cluster_pb2.PoolStatus], bool], timeout_s: float
+    client: RawClient, condition: Callable[[cluster_pb2.PoolStatus], bool], timeout_s: float
 ) -> cluster_pb2.PoolStatus:
     """The decode pool's status, once `condition` holds."""
     deadline_s = time.monotonic() + timeout_s
@@ -122,7 +122,7 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
     nodes, prefill_node, decode_nodes = cluster
     words = ("--model", str(model), "--ray-address", nodes.address, "--decode", "2", *PLACES)
     with Served(tmp_path / "log", *words, *SMALL, env=nodes.env) as service:
-        async with AsyncClient(service.address) as client:
+        async with RawClient(service.address) as client:
             prefill, decode = (await client.status()).pools
             assert (hosts(prefill), hosts(decode)) == ([prefill_node], decode_nodes)
             undisturbed = await run_load(client)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from legato.protos import common_pb2
@@ -32,6 +33,7 @@ class Piece:
     stop_reason: str = ""
     num_tokens: int = 0  # as the finish has it
     attempts: int = 1  # likewise
+    seed: int = 0  # likewise
 
 
 @dataclass
@@ -45,6 +47,7 @@ class CallHistory:
     error: str = ""  # the status that ended it, where none of ours did
     cancelled_at_s: float | None = None
     ended_at_s: float = math.inf
+    num_calls: int = 1  # of the client, to any router
 
     def of(self, answer: int) -> Iterator[Piece]:
         """The pieces of one answer, in their order."""
@@ -57,6 +60,11 @@ class CallHistory:
     def text(self, answer: int) -> str:
         """All that came."""
         return "".join(piece.text for piece in self.of(answer))
+
+    def longest_gap_s(self) -> float:
+        """Between two messages of one answer; how long the first one took is none."""
+        moments = ([piece.at_s for piece in self.of(i)] for i in range(self.num_answers))
+        return max((b - a for times in moments for a, b in pairwise(times)), default=0.0)
 
     def finish(self, answer: int) -> Piece | None:
         """How the answer ended, if it did."""

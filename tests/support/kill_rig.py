@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from owners import Strike, check_owners
+from owners import Ledger, Strike, check_owners
 from raw_client import RawClient
 from served import Served
 
@@ -91,8 +91,18 @@ class KillRig:
 
     def lines(self) -> list[dict[str, Any]]:
         """The request log as it is now; the last line may be in writing."""
-        text = self.log.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return read_lines(self.log)
+
+    async def until_busy(self, worker: cluster_pb2.WorkerStatus) -> None:
+        """The router has something on that worker."""
+        async with asyncio.timeout(READY_BOUND_S):
+            while True:
+                ledger = Ledger()
+                for line in self.lines():
+                    ledger.take(line)
+                if ledger.hits(ROLES[worker.role], worker.worker_id):
+                    return
+                await asyncio.sleep(0.02)
 
     async def until_lost(self, strike: Strike, bound_s: float) -> float:
         """Seconds from the strike until the router counted no more on its worker."""
@@ -120,6 +130,12 @@ class KillRig:
                 await asyncio.sleep(0.05)
         cancels = {c.request_id: c.cancelled_at_s for c in calls if c.cancelled_at_s is not None}
         return check_owners(self.lines(), cancels)
+
+
+def read_lines(log: Path) -> list[dict[str, Any]]:
+    """Those of a request log that are whole."""
+    text = log.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 @contextmanager

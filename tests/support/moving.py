@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -28,6 +29,7 @@ class StepGate:
         self._commands = engine._commands
         self._launch = engine._launch
         engine._launch = self._step
+        self.step_s = 0.0  # that each takes longer
         self._num_left = 0
         self._is_inside = False
         self.go = threading.Event()
@@ -50,6 +52,7 @@ class StepGate:
         )
 
     def _step(self, step: Step, before: Flight | None) -> Flight:
+        time.sleep(self.step_s)
         flight: Flight = self._launch(step, before)
         if self._num_left and step.parts:
             self._num_left -= 1

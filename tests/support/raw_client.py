@@ -1,14 +1,14 @@
-"""RawClient: streams exactly as one router sends them: nothing is tried again."""
+"""RawClient, BlockingRawClient: streams just as one router sends them; nothing is tried again."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legato.cluster.client import AsyncClient
+from legato.cluster.client import AsyncClient, Client
 from legato.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 
 class RawClient(AsyncClient):
@@ -24,5 +24,20 @@ class RawClient(AsyncClient):
         try:
             async for response in call:
                 yield response
+        finally:
+            call.cancel()
+
+
+class BlockingRawClient(Client):
+    """The same for threads."""
+
+    def generate(  # type: ignore[override]  # as said
+        self, request: generation_pb2.GenerateRequest, *, timeout_s: float | None = None
+    ) -> Iterator[generation_pb2.GenerateResponse]:
+        """As RawClient's; `close()` on the iterator cancels the call."""
+        stub = generation_pb2_grpc.GenerationStub(self._channels.of(self._rotation.pick()))
+        call = stub.Generate(request, timeout=timeout_s)
+        try:
+            yield from call
         finally:
             call.cancel()

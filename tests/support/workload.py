@@ -14,10 +14,13 @@ import grpc
 from history import CallHistory, Piece, check_all
 from raw_client import RawClient
 
+from legato.cluster.client import Finished
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from legato.cluster.client import AsyncClient, Event
 
 VOCABULARY = 256  # of plain bytes: see tiny_models
 STOPS = ("q", "Z", "%", "th", "e ", "a1", "(x", "=>")
@@ -103,18 +106,39 @@ async def record(
     return call
 
 
+async def record_stream(
+    client: AsyncClient,
+    request: generation_pb2.GenerateRequest,
+    *,
+    timeout_s: float,
+    seen: Callable[[CallHistory], None] = lambda call: None,
+) -> CallHistory:
+    """What the user of the client that goes on elsewhere sees. `seen` as in `record`."""
+    call = CallHistory(request.request_id, request.n or 1, time.time())
+    stream = client.stream(request, timeout_s=timeout_s)
+    try:
+        async for event in stream:
+            call.pieces.append(_piece_of(event))
+            seen(call)
+    except grpc.RpcError as error:
+        call.error = f"{error.code().name} {error.details()}"
+    call.num_calls = stream.num_attempts
+    call.ended_at_s = time.time()
+    return call
+
+
+def _piece_of(event: Event) -> Piece:
+    now_s = time.time()
+    if isinstance(event, Finished):
+        return _finish(now_s, event.index, event.finish)
+    logprobs = tuple(token.logprob for token in event.logprobs)
+    return Piece(now_s, event.index, event.token_offset, event.token_ids, event.text, logprobs)
+
+
 def _piece(response: generation_pb2.GenerateResponse) -> Piece:
     now_s = time.time()
     if response.HasField("finish"):
-        finish = response.finish
-        return Piece(
-            now_s,
-            response.index,
-            finish_reason=finish.finish_reason,
-            stop_reason=finish.stop_reason,
-            num_tokens=finish.usage.completion_tokens,
-            attempts=finish.timings.attempts,
-        )
+        return _finish(now_s, response.index, response.finish)
     delta = response.delta
     return Piece(
         now_s,
@@ -123,6 +147,18 @@ def _piece(response: generation_pb2.GenerateResponse) -> Piece:
         tuple(delta.token_ids),
         delta.text,
         tuple(token.logprob for token in delta.logprobs),
+    )
+
+
+def _finish(at_s: float, index: int, finish: generation_pb2.Finish) -> Piece:
+    return Piece(
+        at_s,
+        index,
+        finish_reason=finish.finish_reason,
+        stop_reason=finish.stop_reason,
+        num_tokens=finish.usage.completion_tokens,
+        attempts=finish.timings.attempts,
+        seed=finish.usage.seed,
     )
 
 

@@ -17,12 +17,14 @@ from serve_configs import note_configs
 
 from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
+from legato.cluster.cli.connection import connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.operate import parse_targets
 from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
+from legato.cluster.client_calls import scale_request
 from legato.cluster.config import EngineOptions
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import dial_address
@@ -344,9 +346,32 @@ def test_of_several_routers_one_that_is_there_is_asked(
         address = f"127.0.0.1:{unused.getsockname()[1]},127.0.0.1:{run.port}"
         for _ in range(2):
             assert run.bare("generate", "hello", "--raw", "--address", address) == 0
+        assert run.bare("scale", "decode=2", "--address", address) == 0
+        assert capsys.readouterr().out == "two wördstwo wördstarget: prefill 1, decode 2\n"
         assert run.bare("status", "--address", address) == 0
-    assert capsys.readouterr().out.startswith("two wördstwo wörds")
+        first, second = address.split(",")
+        told = capsys.readouterr().out
+        assert f"requests at {first}: no answer from this router\n" in told
+        assert f"requests at {second}: 0 queued, 0 in flight" in told
+        assert run.bare("stop", "--address", address) == 0
     assert len(service.requests) == 2
+
+
+def test_of_several_routers_one_that_hangs_is_left_out(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # the kernel makes the connection, and nobody says anything
+        address = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{run.port}"
+        assert run.bare("status", "--address", address) == 0
+        assert "no answer from this router" in capsys.readouterr().out
+        assert run.bare("scale", "decode=2", "--address", address) == 0
+        with connect(address) as channel:  # as `legato role` and `legato stop` do
+            assert cluster_pb2_grpc.ClusterStub(channel).GetStatus(
+                cluster_pb2.GetStatusRequest(), timeout=5
+            )
+    assert service.targets[DECODE] == 2
 
 
 @pytest.mark.parametrize("address", ["nowhere", "a:1,b", "a:99999", "a:1,,b:2"])
@@ -417,7 +442,8 @@ def test_scale_refuses_what_is_no_target(
 
 
 def test_targets_of_zero_are_set_not_absent() -> None:
-    (target,) = parse_targets(["prefill=0"])
+    assert parse_targets(["prefill=0"]) == {"prefill": 0}
+    (target,) = scale_request({"prefill": 0}).targets
     assert target.HasField("target")
     assert target.target == 0
 
@@ -430,7 +456,7 @@ def test_status_hides_a_pool_that_a_colocated_one_stands_for() -> None:
             cluster_pb2.PoolStatus(role=COLOCATED, target=2, ready=2),
         ]
     )
-    assert status_lines(answer)[2:] == ["decode: 1 draining", "colocated: 2 of 2 ready"]
+    assert status_lines(answer, {})[1:] == ["decode: 1 draining", "colocated: 2 of 2 ready"]
 
 
 def test_stop_waits_until_the_port_is_closed(

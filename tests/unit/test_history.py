@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from history import CallHistory, Piece, check_all, check_call, check_equal
-from owners import Strike, check_owners, hits_of
+from owners import RouterEnd, Strike, check_owners, hits_of, running_at
 
 from legato.protos import common_pb2
 
@@ -155,6 +155,62 @@ def test_what_is_wrong_with_the_owners_is_said(told: Any, sentence: str) -> None
 def test_a_cancelled_request_that_lives_on_is_said() -> None:
     (wrong,) = check_owners(lines(*MOVED), {"r": 1.0})
     assert wrong == "r: ended 11.0 s after its client had cancelled it"
+
+
+def two_routers(*told: tuple[int, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [{**lines(line)[0], "router": pid, "at_s": i} for i, (pid, line) in enumerate(told)]
+
+
+# Router 1 ends at 3.5 with a token more than its client had; router 2 goes on.
+RESUMED = (
+    (1, RECEIVED),
+    (1, begun(1)),
+    (1, phase("prefill")),
+    (1, phase("decode", 8)),
+    (2, RECEIVED),
+    (2, phase("queue", 7)),
+    (2, begun(1)),
+    (2, phase("decode", 8)),
+    (2, left(1, 9)),
+    (2, ENDED),
+)
+
+
+def test_a_request_that_is_resumed_has_one_router_at_a_time() -> None:
+    told = two_routers(*RESUMED)
+    end = RouterEnd(3.5, 1)
+    assert check_owners(told, {}, [end]) == []
+    assert running_at(told, end) == ({"r"}, {"decode": 1})
+    assert running_at(told, RouterEnd(3.5, 2)) == (set(), {})
+    cancelled = (1, left(1, 8)), (1, ("ended", {"outcome": "cancelled"}))
+    ran_on = two_routers(*RESUMED[:6], *cancelled, *RESUMED[6:])
+    assert check_owners(ran_on, {}, [RouterEnd(3.5, 1, until_s=5.5)]) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "end", "sentence"),
+    [
+        (RESUMED, RouterEnd(4.5, 1), "router 2 takes it while router 1 has it"),
+        (RESUMED, RouterEnd(3.5, 3), "received a second time"),
+        ((*RESUMED[:4], *RESUMED[5:]), RouterEnd(3.5, 1), "phase before it was received"),
+        ((*RESUMED, (1, left(1, 8))), RouterEnd(3.5, 1), "left of router 1, which has ended"),
+        (RESUMED[:-2], RouterEnd(3.5, 1), "never ended"),
+        (RESUMED, RouterEnd(3.5, 1, until_s=4.5), "never ended"),
+        (
+            (*RESUMED, (1, left(1, 8)), (1, ENDED)),
+            RouterEnd(3.5, 1, until_s=4.5),
+            "left 5.5 s after router 1 ran on",
+        ),
+        (
+            (*RESUMED[:3], *RESUMED[:2], *RESUMED[3:]),
+            RouterEnd(5.5, 1),
+            "received a second time",
+        ),
+    ],
+)
+def test_what_two_routers_do_wrong_is_said(told: Any, end: RouterEnd, sentence: str) -> None:  # noqa: ANN401
+    wrongs = check_owners(two_routers(*told), {}, [end])
+    assert any(sentence in wrong for wrong in wrongs), wrongs
 
 
 def test_hits_are_counted_by_role_and_phase() -> None:

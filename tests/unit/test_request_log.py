@@ -3,6 +3,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,6 +47,43 @@ def test_lines_are_whole_and_at_once_and_added_to_what_is_there(tmp_path: Path) 
 def test_a_path_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="absent"):
         RequestLog(str(tmp_path / "absent" / "log"))
+
+
+def test_long_lines_of_several_routers_do_not_tear(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+
+    def write(router: int) -> None:
+        log = RequestLog(str(path))
+        for number in range(50):
+            log.note("ended", request=f"{router} {number}", reason="x" * 50_000)
+        log.close()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(write, range(4)))
+    told = lines(path)
+    for router in range(4):
+        mine = [line["request"] for line in told if line["request"].startswith(f"{router} ")]
+        assert mine == [f"{router} {number}" for number in range(50)]
+
+
+def test_a_line_that_is_not_taken_whole_ends_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = RequestLog(str(path))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        log.note("ended", reason="x" * 200)
+        log.note("ended")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == 100
+    assert "it took 100 of a line's" in caplog.text
+    log.note("ended")
+    assert path.stat().st_size == 100
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

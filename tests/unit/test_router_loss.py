@@ -85,6 +85,31 @@ async def test_our_own_stall_is_no_silence_of_the_workers() -> None:
         assert service.control.lost == []
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_worker_lost_by_our_own_stall_is_reported_only_where_it_stays_silent(
+    hangs: bool,
+) -> None:
+    [decode] = decodes = workers(1)
+    async with Service([FakeWorker("prefill")], decodes, worker_silence_s=0.8) as service:
+        await service.client.wait_ready(5)
+        pool = service.router.pool
+        [view] = pool.placeable("decode")
+        if hangs:
+            decode.hang()
+        before = pool._now
+        pool._now = lambda: before() + 5.0  # as if the process had been stopped for 5 s
+        pool.lose(view, "its load reports broke")  # as gRPC's own clock would have it
+        assert not service.router.ready
+        await asyncio.sleep(0.4)
+        assert service.control.lost == []
+        if hangs:
+            await until(lambda: bool(service.control.lost))
+        else:
+            await until(lambda: service.router.ready)
+            await asyncio.sleep(1.0)
+            assert service.control.lost == []
+
+
 @pytest.mark.parametrize("fault", ["ends", "cut short"])
 async def test_a_stream_without_its_end_is_moved(fault: str) -> None:
     decode, other = FakeWorker("decode", step_s=0.001), FakeWorker("decode")

@@ -131,17 +131,22 @@ async def test_of_a_real_model_too(kind: str) -> None:
 
 async def test_back_and_forth() -> None:
     async with three(prefix_cache=False) as (p, a, b):
-        prompt, length = prompt_of(9), 60
+        prompt, length = prompt_of(9), 200
+        for worker in (a, b):  # it does not end before it is told to leave
+            StepGate(worker).step_s = 0.02
         moving = Moving(p, prompt, sampling(length))
         stay = await moving.begin(a)
         here, there, num_moves = a, b, 0
         while True:
-            await stay.pause()
-            if await stay.parked() is None:
+            # An answer that ends by itself takes its call with it, and what is written to it then.
+            if len(moving.tokens) > length // 2:
                 break
+            await stay.pause()
+            assert await stay.parked() is not None
             stay, _ = await moving.moved(stay, there)
             assert (await stay.read()).WhichOneof("event") == "joined"
             here, there, num_moves = there, here, num_moves + 1
+        await stay.to_the_end()
         moving.note(stay)
         assert moving.tokens == p.model.expected(prompt, length)
         assert num_moves > 5
