@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import Role
     from legato.cluster.launcher import StartedWorker
-    from legato.cluster.pool import ControllerOptions
+    from legato.cluster.pool import ControllerOptions, Pool
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,24 @@ class ControllerMemory:
     workers: Mapping[str, WorkerMemory]  # by name, oldest first
     num_lost: Mapping[Role, int]  # workers that are not to be replaced
     closed: bool = False  # the service was ending
+
+    @classmethod
+    def of(
+        cls, pools: Iterable[Pool], num_started: Mapping[Role, int], *, closed: bool
+    ) -> ControllerMemory:
+        """As things are now."""
+        pools = tuple(pools)
+        return cls(
+            targets={pool.role: pool.target for pool in pools},
+            num_started=dict(num_started),
+            workers={
+                worker.name: WorkerMemory(worker.role, worker.state)
+                for pool in pools
+                for worker in pool.workers.values()
+            },
+            num_lost={pool.role: pool.num_lost for pool in pools},
+            closed=closed,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` takes, of types that JSON has."""

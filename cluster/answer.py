@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from legato.cluster.attempt_errors import WorkerFaultError
 from legato.cluster.errors import invalid
-from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:

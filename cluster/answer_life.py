@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer import Ending
+from legato.cluster.attempt_errors import WorkerFaultError
 from legato.cluster.blame import was_well
-from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
+    from legato.cluster.attempt_errors import PathFailedError
     from legato.cluster.load_window import LoadWindow
     from legato.cluster.request import RequestSpec
     from legato.cluster.request_log import RequestLog
     from legato.cluster.timings import Phase, PhaseClock
-    from legato.cluster.worker_calls import PathFailedError
     from legato.cluster.worker_view import WorkerView
     from legato.protos import worker_pb2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from legato.cluster.attempt_errors import AttemptEndedError
 from legato.cluster.decode_stream import DecodeStream
-from legato.cluster.worker_calls import AttemptEndedError
 
 if TYPE_CHECKING:
     from legato.cluster.answer_life import Group

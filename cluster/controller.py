@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from legato.cluster.adoption import ControllerMemory, WorkerMemory, plan_adoption
+from legato.cluster.adoption import ControllerMemory, plan_adoption
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.pool import (
     MAX_POOL_SIZE,
@@ -245,10 +245,6 @@ class Controller:
             starting=len(pool.in_state(WorkerState.STARTING)),
         )
 
-    def worker_names(self) -> list[str]:
-        """Of every live worker."""
-        return [name for pool in self._pools.values() for name in pool.workers]
-
     def hopeless(self) -> str:
         """Why a pool cannot reach its target by itself any more; empty while it may."""
         for pool in self._pools.values():
@@ -308,8 +304,7 @@ class Controller:
         return len(there) < pool.target
 
     def _rebuild(self, pool: Pool, worker: WorkerRecord, role: Role, now_s: float) -> None:
-        worker.move(WorkerState.DEAD, now_s)
-        del pool.workers[worker.name]
+        pool.remove(worker, now_s)
         self._publish_changes()
         successor = self._new_worker(self._pools[role], now_s)
         successor.predecessor = worker.known_id
@@ -326,24 +321,10 @@ class Controller:
         failed: bool,
         permanent: bool = False,
     ) -> None:
-        if failed:
-            pool.note_failed_start(
-                worker.name,
-                reason,
-                now_s,
-                self._options,
-                was_ready=worker.state is WorkerState.READY,
-                permanent=permanent,
-            )
-        elif worker.state is WorkerState.READY:
-            pool.note_success()  # it lived long: the replacement starts at once
-        if not self._options.restart and (failed or worker.state is WorkerState.READY):
-            pool.num_lost += 1
-            pool.last_failure = f"{worker.name}: {reason}"
         level = logging.INFO if worker.state is WorkerState.DRAINING else logging.WARNING
         log.log(level, "worker %s (%s) ended: %s", worker.name, worker.known_id, reason)
-        worker.move(WorkerState.DEAD, now_s)
-        del pool.workers[worker.name]
+        pool.note_end(worker, reason, now_s, self._options, failed=failed, permanent=permanent)
+        pool.remove(worker, now_s)
         self._publish_changes()  # before the kill: nothing new may go there
         self._launcher.kill(worker.name)
 
@@ -354,17 +335,7 @@ class Controller:
         return None, None
 
     def _remember_changes(self) -> None:
-        memory = ControllerMemory(
-            targets={role: pool.target for role, pool in self._pools.items()},
-            num_started=dict(self._num_started),
-            workers={
-                worker.name: WorkerMemory(worker.role, worker.state)
-                for pool in self._pools.values()
-                for worker in pool.workers.values()
-            },
-            num_lost={role: pool.num_lost for role, pool in self._pools.items()},
-            closed=self._closed,
-        )
+        memory = ControllerMemory.of(self._pools.values(), self._num_started, closed=self._closed)
         if memory != self._remembered:
             self._remembered = memory
             self._remember(memory)

@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer_life import DecodeFigures, enter
+from legato.cluster.attempt_errors import WorkerFailedError, WorkerFaultError
 from legato.cluster.departures import Departures
 from legato.cluster.load_window import TokenGaps
 from legato.cluster.timings import Phase
-from legato.cluster.worker_calls import WorkerFailedError, WorkerFaultError
 from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:

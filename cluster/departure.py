@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from legato.cluster.errors import RequestError
-from legato.cluster.policies import Demand
-from legato.cluster.worker_calls import (
+from legato.cluster.attempt_errors import (
     AttemptEndedError,
-    DecodeCall,
     NoRoomError,
     WorkerFailedError,
     WorkerFaultError,
 )
+from legato.cluster.errors import RequestError
+from legato.cluster.policies import Demand
+from legato.cluster.worker_calls import DecodeCall
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.printable import printable
 

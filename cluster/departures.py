@@ -7,10 +7,10 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from legato.cluster.attempt_errors import WorkerFaultError
 from legato.cluster.cancellation import all_ended
 from legato.cluster.departure import AGAIN_S, Departure
 from legato.cluster.move_policies import is_worth_moving
-from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import worker_pb2
 
 if TYPE_CHECKING:

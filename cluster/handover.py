@@ -7,16 +7,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from legato.cluster.cancellation import all_ended
-from legato.cluster.worker_calls import (
+from legato.cluster.attempt_errors import (
     AttemptEndedError,
-    DecodeCall,
     KvGoneError,
     KvLapsedError,
     PathFailedError,
     WorkerFailedError,
     WorkerFaultError,
 )
+from legato.cluster.cancellation import all_ended
+from legato.cluster.worker_calls import DecodeCall
 from legato.cluster.worker_view import ViewState
 from legato.protos import worker_pb2
 from legato.protos.printable import printable

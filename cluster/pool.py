@@ -102,7 +102,37 @@ class Pool:
         """Those in one of `states`, oldest first."""
         return [worker for worker in self.workers.values() if worker.state in states]
 
-    def note_failed_start(
+    def remove(self, worker: WorkerRecord, now_s: float) -> None:
+        """The worker is no more."""
+        worker.move(WorkerState.DEAD, now_s)
+        del self.workers[worker.name]
+
+    def note_end(
+        self,
+        worker: WorkerRecord,
+        reason: str,
+        now_s: float,
+        options: ControllerOptions,
+        *,
+        failed: bool,
+        permanent: bool,
+    ) -> None:
+        """What the end of a worker says of the next start; to be called before `remove`.
+
+        `failed`: it counts as a failed start; `permanent`: the next one would fail as well.
+        """
+        was_ready = worker.state is WorkerState.READY
+        if failed:
+            self._note_failed_start(
+                worker.name, reason, now_s, options, was_ready=was_ready, permanent=permanent
+            )
+        elif was_ready:
+            self.note_success()  # it lived long: the replacement starts at once
+        if not options.restart and (failed or was_ready):
+            self.num_lost += 1
+            self.last_failure = f"{worker.name}: {reason}"
+
+    def _note_failed_start(
         self,
         name: str,
         reason: str,

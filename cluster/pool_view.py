@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING
 import grpc
 
 from legato.cluster.cancellation import check_cancellation
+from legato.cluster.identity_check import IdentityMismatchError, check_identity
 from legato.cluster.kv_paths import KvPaths
 from legato.cluster.request import ModelLimits
-from legato.cluster.roles import PAIR, ROLES, WIRE_ROLES
+from legato.cluster.roles import PAIR, ROLES
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
-from legato.protos.kv_fit import fits
 from legato.protos.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
 
-PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 # Of the router itself: connections may have broken of it, after 2 s by `CHANNEL_OPTIONS`.
@@ -33,52 +32,6 @@ REPORT_TIMEOUT_S = 10.0  # of one try to tell the controller
 FAILED_REQUESTS_LIMIT = 3
 
 log = logging.getLogger(__name__)
-
-
-class IdentityMismatchError(Exception):
-    """A worker that may not serve together with the others; the message names the field."""
-
-
-def check_identity(
-    endpoint: WorkerEndpoint,
-    identity: worker_pb2.WorkerIdentity,
-    references: Mapping[Role, worker_pb2.WorkerIdentity],
-) -> None:
-    """Refuses a worker whose KV or tokens another could not use, by the first worker of each pool;
-    block sizes may differ.
-
-    Within a pool all else is equal, so that a request may go on anywhere in it. What may differ
-    between the pools says `legato.protos.kv_fit`.
-
-    Raises:
-        IdentityMismatchError: naming the field, its value and the one expected.
-    """
-    layout = identity.kv_layout
-    found = {"worker_id": identity.worker_id, "role": identity.role}
-    expected = {"worker_id": endpoint.worker_id, "role": WIRE_ROLES[endpoint.role]}
-    found["protocol_version"] = identity.protocol_version
-    expected["protocol_version"] = PROTOCOL_VERSION
-    own_pool = endpoint.role in references
-    reference = references.get(endpoint.role, next(iter(references.values()), None))
-    if reference is not None:
-        for name in ("model_fingerprint", "kv_wire", "weights", "dtype", "vocab_size"):
-            found[name] = getattr(identity, name)
-            expected[name] = getattr(reference, name)
-        for name in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
-            found[f"kv_layout.{name}"] = getattr(layout, name)
-            expected[f"kv_layout.{name}"] = getattr(reference.kv_layout, name)
-    for name, value in found.items():
-        if not fits(name, value, expected[name], "same" if own_pool else identity.kv_wire):
-            raise IdentityMismatchError(
-                f"worker {endpoint.worker_id} at {endpoint.address}: {name} is {value!r}, "
-                f"expected {expected[name]!r}"
-            )
-    if identity.total_blocks < 1 or layout.block_size < 1:
-        raise IdentityMismatchError(
-            f"worker {endpoint.worker_id} at {endpoint.address}: total_blocks is "
-            f"{identity.total_blocks} and kv_layout.block_size is {layout.block_size}; "
-            f"both must be at least 1"
-        )
 
 
 class PoolView:

@@ -12,12 +12,7 @@ from legato.cluster import blame
 from legato.cluster.answer_life import enter
 from legato.cluster.arrival import stay
 from legato.cluster.attempt import Attempt
-from legato.cluster.errors import unavailable
-from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
-from legato.cluster.policies import Demand
-from legato.cluster.roles import PAIR
-from legato.cluster.timings import Phase
-from legato.cluster.worker_calls import (
+from legato.cluster.attempt_errors import (
     AttemptEndedError,
     KvGoneError,
     NoRoomError,
@@ -25,6 +20,11 @@ from legato.cluster.worker_calls import (
     RefusedError,
     WorkerFailedError,
 )
+from legato.cluster.errors import unavailable
+from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
+from legato.cluster.policies import Demand
+from legato.cluster.roles import PAIR
+from legato.cluster.timings import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

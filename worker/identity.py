@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
 from legato.protos.kv_fit import fits
+from legato.protos.protocol_version import PROTOCOL_VERSION
 from legato.worker.kv.prefix_hash import PrefixHasher
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from legato.worker.config import Role
     from legato.worker.kv.cache import KvShape
     from legato.worker.models.config import ModelConfig
-
-PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True)

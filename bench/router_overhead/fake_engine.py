@@ -23,8 +23,8 @@ import grpc
 
 from legato.bench.router_overhead.send_times import SendTimes
 from legato.bench.router_overhead.stream_name import StreamName
-from legato.cluster.pool_view import PROTOCOL_VERSION
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from legato.protos.protocol_version import PROTOCOL_VERSION
 from legato.worker.channel import SERVER_OPTIONS
 
 if TYPE_CHECKING:

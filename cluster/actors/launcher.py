@@ -92,19 +92,7 @@ class RayLauncher:
 
     def obstacle(self, before: Role, after: Role) -> str:
         """See Launcher."""
-        had, wanted = self._plan.engines[before], self._plan.engines[after]
-        if had.dtype != wanted.dtype:
-            return (
-                f"its weights are loaded for dtype {had.dtype}, a {after} worker's are "
-                f"{wanted.dtype}"
-            )
-        place, other = self._plan.placements[before], self._plan.placements[after]
-        if place.device != other.device:
-            return f"its weights are on {place.device}, a {after} worker's are on {other.device}"
-        has, asks = (", ".join(p.demand.parts()) or "nothing" for p in (place, other))
-        if has != asks:
-            return f"its place was chosen for {has}, a {after} worker asks for {asks}"
-        return ""
+        return self._plan.obstacle(before, after)
 
     def drain(self, name: str, timeout_s: float) -> None:
         """See Launcher."""

@@ -23,6 +23,22 @@ class WorkerPlan:
     spread: bool  # over the nodes of a joined cluster
     nodes_may_come: bool = False  # from an autoscaler of Ray's
 
+    def obstacle(self, before: Role, after: Role) -> str:
+        """Why no worker of the one role can go on in the other, or nothing."""
+        had, wanted = self.engines[before], self.engines[after]
+        if had.dtype != wanted.dtype:
+            return (
+                f"its weights are loaded for dtype {had.dtype}, a {after} worker's are "
+                f"{wanted.dtype}"
+            )
+        place, other = self.placements[before], self.placements[after]
+        if place.device != other.device:
+            return f"its weights are on {place.device}, a {after} worker's are on {other.device}"
+        has, asks = (", ".join(p.demand.parts()) or "nothing" for p in (place, other))
+        if has != asks:
+            return f"its place was chosen for {has}, a {after} worker asks for {asks}"
+        return ""
+
 
 @dataclass(frozen=True)
 class RouterPlan:

@@ -67,5 +67,9 @@ class World:
             started = StartedWorker(f"id-{name}", f"127.0.0.1:{len(name)}", 100, "here")
             self.controller.on_ready(name, started, now_s)
 
+    def workers(self) -> list[str]:
+        """The ids of all that live; of those that start, the names."""
+        return [w.worker_id for pool in self.controller.pools(0.0) for w in pool.workers]
+
     def ids(self) -> list[str]:
         return [f"{w.worker_id}{' draining' * w.draining}" for w in self.published[-1]]

@@ -17,11 +17,12 @@ from ticket_room import KEY, TicketRoom, ticket_request
 
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.protos.malformed import RefuseMalformed
+from legato.protos.protocol_version import PROTOCOL_VERSION
 from legato.worker.channel import CHANNEL_OPTIONS, SERVER_OPTIONS
 from legato.worker.handoff.frames import RowsPrefix, header_checksum
 from legato.worker.handoff.receiver import KvReceiver
 from legato.worker.handoff.transfer_counters import TransferCounters
-from legato.worker.identity import PROTOCOL_VERSION, Identity
+from legato.worker.identity import Identity
 from legato.worker.kv.cache import KvShape
 from legato.worker.kv.pager import DamagedChunkError
 from legato.worker.services.kv_transfer import KvTransferService

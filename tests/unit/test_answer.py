@@ -8,8 +8,8 @@ import pytest
 from router_service import FakeAnswerText, FakeDelta
 
 from legato.cluster.answer import Answer
+from legato.cluster.attempt_errors import WorkerFaultError
 from legato.cluster.request import RequestSpec
-from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:

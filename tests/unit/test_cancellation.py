@@ -9,8 +9,9 @@ import grpc
 import pytest
 from fake_worker import FakeWorker
 
+from legato.cluster.attempt_errors import WorkerFailedError
 from legato.cluster.cancellation import all_ended, check_cancellation
-from legato.cluster.worker_calls import DecodeCall, PrefillCall, WorkerFailedError
+from legato.cluster.worker_calls import DecodeCall, PrefillCall
 from legato.cluster.worker_view import WorkerView
 from legato.protos import worker_pb2
 

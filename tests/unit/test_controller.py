@@ -73,7 +73,7 @@ def test_a_whole_pool_that_dies_young_is_back_soon() -> None:
     for number in (1, 2, 3):
         world.controller.on_dead(f"decode-{number}", "killed", 2.0)
     now_s = 2.0
-    while len(world.controller.worker_names()) < 4:
+    while len(world.workers()) < 4:
         assert now_s < 6.0
         now_s += 0.2
         world.controller.step(now_s)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from controller_world import World
 
+from legato.cluster.actors.plans import WorkerPlan
+from legato.cluster.config import EngineOptions
+from legato.cluster.placement import WorkerPlacement
 from legato.cluster.pool import ControllerOptions
+from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.protos import cluster_pb2, common_pb2
 
@@ -16,7 +22,7 @@ PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 def world(prefill: int = 2, decode: int = 1) -> World:
     """All are ready, at 1.0."""
     made = World(prefill=prefill, decode=decode)
-    made.ready(*made.controller.worker_names())
+    made.ready(*made.workers())
     made.launcher.take()
     return made
 
@@ -190,3 +196,30 @@ def test_nobody_starts_anew_while_the_service_ends() -> None:
     w.launcher.take()
     w.controller.on_drained("prefill-2", 3.0)
     assert w.launcher.take() == ["kill prefill-2"]
+
+
+def test_what_keeps_every_worker_of_one_role_from_another() -> None:
+    engine, place = EngineOptions(), WorkerPlacement(None, "cpu", NO_DEMAND, 1, 1)
+    plan = WorkerPlan(
+        model="m",
+        engines={"prefill": engine, "decode": engine},
+        placements={"prefill": place, "decode": place},
+        spread=False,
+    )
+    assert plan.obstacle("prefill", "decode") == ""
+
+    narrow = {"prefill": engine, "decode": replace(engine, dtype="bfloat16")}
+    assert (
+        replace(plan, engines=narrow).obstacle("prefill", "decode")
+        == "its weights are loaded for dtype auto, a decode worker's are bfloat16"
+    )
+    on_gpu = {"prefill": place, "decode": replace(place, device="cuda")}
+    assert (
+        replace(plan, placements=on_gpu).obstacle("decode", "prefill")
+        == "its weights are on cuda, a prefill worker's are on cpu"
+    )
+    large = {"prefill": place, "decode": replace(place, demand=ResourceDemand(cpus=4))}
+    assert (
+        replace(plan, placements=large).obstacle("prefill", "decode")
+        == "its place was chosen for nothing, a decode worker asks for CPU=4"
+    )

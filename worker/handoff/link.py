@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from legato.protos import kv_transfer_pb2
 from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvHello, KvReceipt
 from legato.protos.printable import printable
+from legato.protos.protocol_version import PROTOCOL_VERSION
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.handoff import lanes
 from legato.worker.handoff.frames import MAX_PLAIN_BYTES
@@ -28,7 +29,6 @@ from legato.worker.handoff.lanes import GrpcLane, Lane, MemoryLane
 from legato.worker.handoff.outgoing import Frame, NumbersUsedUpError, Outgoing
 from legato.worker.handoff.shared_memory import MemoryRefusedError
 from legato.worker.handoff.transfer import Control, Piece, Transfer
-from legato.worker.identity import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable

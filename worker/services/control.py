@@ -9,7 +9,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
-from legato.worker.identity import PROTOCOL_VERSION, dtype_name
+from legato.protos.protocol_version import PROTOCOL_VERSION
+from legato.worker.identity import dtype_name
 from legato.worker.lifecycle import Phase
 from legato.worker.services.errors import reports_errors
 
