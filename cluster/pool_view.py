@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+# A broken connection says as little of a worker as of the router, which may have stood still: one
+# that is there again by then is not ended for it. That a process is gone, the controller knows by
+# itself.
+DOUBT_S = 1.0
 REPORT_TIMEOUT_S = 10.0  # of one try to tell the controller
 # So many different requests in a row failed on a worker that still reports: it is broken.
 FAILED_REQUESTS_LIMIT = 3
@@ -212,12 +216,14 @@ class PoolView:
 
     # --- who is lost --------------------------------------------------------------------------
 
-    def lose(self, view: WorkerView, reason: str) -> None:
-        """The worker hangs or is dead: its calls end, the controller is told, once."""
+    def lose(self, view: WorkerView, reason: str, *, doubt_s: float = 0.0) -> None:
+        """The worker hangs or is dead: its calls end, the controller is told, once: after
+        `doubt_s`, and not at all if it reports again until then.
+        """
         if view.lose(reason):
             log.warning("worker %s lost: %s", view.worker_id, reason)
             self._on_worker(view.worker_id, "lost", reason)
-            self._chore(self._report(view, reason))
+            self._chore(self._report(view, reason, doubt_s))
             self.changed()
 
     def note_failure(self, view: WorkerView, request_id: str) -> None:
@@ -276,7 +282,7 @@ class PoolView:
                 return
             check_cancellation()
             if view.state is ViewState.READY:
-                self.lose(view, reason)
+                self.lose(view, reason, doubt_s=DOUBT_S)
             now = self._now()
             failing_since = failing_since if failing_since is not None else now
             if view.state is ViewState.CONNECTING and now - failing_since > IDENTITY_TIMEOUT_S:
@@ -309,10 +315,15 @@ class PoolView:
             view.failed_requests.clear()
         self.changed()
 
-    async def _report(self, view: WorkerView, reason: str) -> None:
+    async def _report(self, view: WorkerView, reason: str, doubt_s: float = 0.0) -> None:
         """Tells the controller, again and again while it restarts: without the report nobody would
         end a worker that hangs. Old news once the worker has left the snapshot.
         """
+        if doubt_s:
+            await asyncio.sleep(doubt_s)
+            if view.state is ViewState.READY:
+                log.info("worker %s is there again: it is not ended", view.worker_id)
+                return
         while self._views.get(view.worker_id) is view:
             if await self._try_to_report(view, reason):
                 return
