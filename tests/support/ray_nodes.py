@@ -33,6 +33,7 @@ class RayNodes:
         self.env = {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # as in a Ray of our own
             "RAY_TMPDIR": str(self._folder),
         }
         with (self._folder / "log").open("w") as log:
