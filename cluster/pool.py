@@ -50,6 +50,9 @@ class ControllerOptions:
     # crashes on its first request would otherwise be replaced for ever at full speed.
     early_life_s: float = 5.0
     max_failed_starts: int = 3
+    # Of one pool, at the same time: each loads a model, and who asks for a thousand workers by
+    # mistake is to find the controller still answering.
+    max_starting: int = 32
     backoff_s: float = 0.5  # after the first failed start; doubled after each further one
     # After `max_failed_starts` in a row of workers that never were ready. Those that were may have
     # been struck by chance: for them it is only where the doubling ends.
@@ -215,9 +218,9 @@ def decide(
 
     `num_arriving`: workers that drain elsewhere to come here. None is started in their place.
 
-    Late starts and late drains are killed. Missing workers are started unless starts are held
-    back. Surplus is taken from those that start (newest first: they hold no stream), then from
-    the ready ones (newest first), which drain.
+    Late starts and late drains are killed. Missing workers are started, so many at a time, unless
+    starts are held back. Surplus is taken from those that start (newest first: they hold no
+    stream), then from the ready ones (newest first), which drain.
     """
     actions: list[Action] = []
     target = pool.target - pool.num_lost
@@ -242,7 +245,8 @@ def decide(
         actions += [Drain(w.name) for w in ready[::-1][: surplus - len(superfluous)]]
     elif (missing := -surplus - num_arriving) > 0 and not late and now_s >= pool.next_start_s:
         # After failures one at a time: a broken start must not be tried a thousand-fold.
-        actions += [Start()] * (1 if pool.failed_starts else missing)
+        may_start = 1 if pool.failed_starts else options.max_starting - len(starting)
+        actions += [Start()] * min(missing, may_start)
     return actions
 
 

@@ -52,18 +52,23 @@ class Resumption:
             settled.max_tokens = self.max_tokens
         return settled
 
-    def check_model(self, served: str) -> None:
-        """Refuses to go on with an answer that another model began.
 
-        Raises:
-            RequestError: FAILED_PRECONDITION.
-        """
-        if self.model_fingerprint not in (None, served):
-            raise RequestError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"resume.start.model_fingerprint is {shown(self.model_fingerprint)}, limit "
-                f"{served!r}, that of the model served here: another one began the answer",
-            )
+def check_model(request: generation_pb2.GenerateRequest, served: str) -> None:
+    """Refuses to go on with an answer that another model began. Comes before all other checks:
+    its tokens and text would be wrong by numbers that say nothing.
+
+    Raises:
+        RequestError: FAILED_PRECONDITION.
+    """
+    began = request.resume.start.model_fingerprint
+    if len(began) > MAX_FINGERPRINT_CHARS:
+        return  # no fingerprint at all: `parse_resumption` says so
+    if began not in ("", served):
+        raise RequestError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"resume.start.model_fingerprint is {shown(began)}, limit {served!r}, that of the "
+            "model served here: another one began the answer",
+        )
 
 
 def parse_resumption(

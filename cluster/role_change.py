@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.cluster.errors import shown
 from legato.cluster.pool import WorkerState
 
 if TYPE_CHECKING:
@@ -48,10 +49,10 @@ def find_worker(pools: Iterable[Pool], worker_id: str) -> tuple[Pool, WorkerReco
     if worker_id in found:
         return found[worker_id]
     if not found:
-        raise UnknownWorkerError(f"no worker has an id that begins with {worker_id!r}")
+        raise UnknownWorkerError(f"no worker has an id that begins with {shown(worker_id)}")
     if len(found) > 1:
         raise ValueError(
-            f"worker_id {worker_id!r} begins {len(found)} ids: {', '.join(sorted(found))}"
+            f"worker_id {shown(worker_id)} begins {len(found)} ids: {', '.join(sorted(found))}"
         )
     return next(iter(found.values()))
 

@@ -24,6 +24,7 @@ from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
+from legato.cluster.resumption import check_model
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
 from legato.protos import generation_pb2
@@ -257,8 +258,6 @@ class Router:
     ) -> None:
         spec, answers = await self._admit(request)
         fingerprint = self.pool.model_fingerprint
-        if spec.resumed is not None:
-            spec.resumed.check_model(fingerprint)
         owner = await self._in_flight.take(spec, bound)
         try:
             clocks += [clocks[0].copy() for _ in spec.open_answers[1:]]
@@ -344,6 +343,7 @@ class Router:
         limits = self.pool.limits()
         if limits is None or not self.pool.ever_ready:
             raise unavailable(f"not ready: {self.missing()}")
+        check_model(request, self.pool.model_fingerprint)
         limit = self.options.max_queued_requests
         if self._num_parsing > limit:
             raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")

@@ -222,8 +222,9 @@ class ControllerActor:
             raise ConnectionError(HEAD_LOST)
 
     async def _keep_order(self) -> None:
+        number = self._store.num_noted  # what is noted while this waits is another order's
         await asyncio.wait({self._flushing()}, timeout=FLUSH_TIMEOUT_S)
-        if self._store.is_behind:
+        if not self._store.has_kept(number):
             raise ConnectionError(HEAD_LOST)
 
     def _flip(self, worker_id: str, role: Role) -> None:

@@ -24,25 +24,37 @@ class HeadStore:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._newest: ControllerMemory | None = None
-        self._written: ControllerMemory | None = None
+        self._num_noted = 0
+        self._num_kept = 0
         self._writing = asyncio.Lock()
 
     def note(self, memory: ControllerMemory) -> None:
         """To be kept by the next `flush`."""
         self._newest = memory
+        self._num_noted += 1
+
+    @property
+    def num_noted(self) -> int:
+        """The number of what was noted last, for `has_kept`."""
+        return self._num_noted
+
+    def has_kept(self, number: int) -> bool:
+        """Whether what was noted under that number, or something newer, is kept."""
+        return self._num_kept >= number
 
     @property
     def is_behind(self) -> bool:
         """True where `flush` has something to do."""
-        return self._newest is not self._written
+        return not self.has_kept(self._num_noted)
 
     async def flush(self) -> None:
         """Returns when all that was noted is kept; not before the head answers."""
         async with self._writing:
-            while (memory := self._newest) is not self._written:
-                assert memory is not None, "only what was noted is newer than what was written"
+            while self.is_behind:
+                number, memory = self._num_noted, self._newest
+                assert memory is not None, "only what was noted is newer than what was kept"
                 await self.keep(_MEMORY, memory.to_json())
-                self._written = memory
+                self._num_kept = number
 
     async def memory(self) -> ControllerMemory | None:
         """What an earlier controller of the service noted; None where there was none."""

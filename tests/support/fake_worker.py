@@ -65,6 +65,7 @@ class Faults:
     hold_moves: bool = False  # the KV of a parked answer does not get there
     cut_moves: int = 0  # so many of those: MoveFailed
     extra_rows: int = 0  # that decode tells of what is parked
+    break_reports: int = 0  # so many times: the connection of the load reports breaks
 
 
 @dataclass
@@ -558,6 +559,9 @@ class FakeWorker(
         while True:
             await self._going.wait()
             await self.reporting.wait()
+            if self.faults.break_reports:
+                self.faults.break_reports -= 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "ping timeout")
             self.num_reports += 1
             yield worker_pb2.WorkerReport(
                 phase=self.phase,

@@ -195,6 +195,23 @@ def test_scale_in_takes_starting_workers_before_ready_ones() -> None:
     assert world.launcher.take() == ["kill decode-2", "drain decode-3"]
 
 
+def test_a_pool_that_is_made_a_thousand_starts_so_many_at_a_time() -> None:
+    world = World()
+    world.ready("prefill-1", "decode-1")
+    world.launcher.take()
+    world.controller.set_targets({"decode": 1024}, 2.0)
+    most = OPTIONS.max_starting
+    first = [f"decode-{number}" for number in range(2, most + 2)]
+    assert world.launcher.take() == [f"start {name}" for name in first]
+    world.controller.step(3.0)
+    assert world.launcher.take() == []
+    world.ready(*first[:2], now_s=4.0)
+    assert world.launcher.take() == [f"start decode-{most + 2}", f"start decode-{most + 3}"]
+    # What has not begun costs nothing to take back.
+    world.controller.set_targets({"decode": 1}, 5.0)
+    assert len(world.controller.worker_names()) == 4, "prefill-1, decode-1, and two that drain"
+
+
 def test_a_drained_place_is_not_counted_when_the_pool_grows_again() -> None:
     world = World(decode=1)
     world.ready("decode-1")

@@ -236,6 +236,11 @@ def set_no_id(r: generation_pb2.GenerateRequest) -> None:
     r.request_id = ""
 
 
+def set_fingerprint_and_tokens(r: generation_pb2.GenerateRequest) -> None:
+    set_fingerprint(r)
+    r.resume.answers[0].token_ids[0] = 5_000  # of a larger vocabulary
+
+
 def set_long_fingerprint(r: generation_pb2.GenerateRequest) -> None:
     r.resume.start.model_fingerprint = "f" * 129
 
@@ -244,6 +249,7 @@ def set_long_fingerprint(r: generation_pb2.GenerateRequest) -> None:
     ("spoil", "sentence"),
     [
         (set_fingerprint, "resume.start.model_fingerprint is 'f2', limit 'f1', that of the model"),
+        (set_fingerprint_and_tokens, "resume.start.model_fingerprint is 'f2', limit 'f1', that"),
         (set_long_fingerprint, "resume.start.model_fingerprint has 129 chars, limit [1, 128]"),
         (set_no_start, "resume.start is not set, limit what the stream's first message had"),
         (set_seed, "resume.start.seed is 9, limit 3 (sampling.seed)"),
@@ -270,7 +276,7 @@ async def test_a_wrong_resume_is_refused_by_name(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await read(service.client, request)
         assert sentence in (raised.value.details() or "")
-        other_model = spoil is set_fingerprint
+        other_model = spoil in (set_fingerprint, set_fingerprint_and_tokens)
         assert raised.value.code() is (
             grpc.StatusCode.FAILED_PRECONDITION if other_model else grpc.StatusCode.INVALID_ARGUMENT
         )

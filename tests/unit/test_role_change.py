@@ -62,6 +62,13 @@ def test_a_worker_drains_in_its_pool_and_starts_in_the_other_under_another_name(
     assert not status(w, DECODE).message
 
 
+def test_a_long_id_is_cut_in_the_sentence() -> None:
+    # gRPC refuses a sentence that is longer than its headers may be.
+    with pytest.raises(UnknownWorkerError) as raised:
+        world().controller.change_role("x" * 10_000, "decode", 2.0)
+    assert len(str(raised.value)) < 200
+
+
 def test_the_router_knows_before_the_worker_refuses_new_work() -> None:
     w = world()
     order: list[str] = []

@@ -11,6 +11,7 @@ import pytest
 from fake_worker import FakeWorker
 from router_service import Result, Service, ask, collect, expected, until
 
+from legato.cluster.pool_view import DOUBT_S
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
@@ -108,6 +109,24 @@ async def test_a_worker_lost_by_our_own_stall_is_reported_only_where_it_stays_si
             await until(lambda: service.router.ready)
             await asyncio.sleep(1.0)
             assert service.control.lost == []
+
+
+async def test_a_worker_whose_connection_breaks_is_not_ended_where_it_is_there_again() -> None:
+    # As all connections of a router do that has stood still for longer than their pings may wait.
+    prefill, decodes = FakeWorker("prefill"), workers(2)
+    async with Service([prefill], decodes) as service:
+        for worker in (prefill, *decodes):
+            worker.faults.break_reports = 1
+        pool = service.router.pool
+        await until(lambda: not any(w.faults.break_reports for w in (prefill, *decodes)))
+        await until(lambda: not service.router.ready)
+        await until(lambda: len(pool.placeable("decode")) == 2 and service.router.ready)
+        assert (await collect(service, ask("hello", 5))).token_ids == expected("hello", 5)
+        await asyncio.sleep(DOUBT_S + 0.3)
+        assert service.control.lost == []
+        await decodes[0].die()
+        await until(lambda: bool(service.control.lost))
+        assert [worker_id for worker_id, _ in service.control.lost] == [decodes[0].worker_id]
 
 
 @pytest.mark.parametrize("fault", ["ends", "cut short"])
