@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legato.cluster.roles import WIRE_ROLES
+from legato.cluster.roles import WIRE_ROLES, wire_targets
 from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
@@ -19,12 +19,7 @@ READY_CHECK_TIMEOUT_S = 2.0
 
 def scale_request(targets: Mapping[Role, int]) -> cluster_pb2.ScalePoolRequest:
     """Targets by name of the pool."""
-    return cluster_pb2.ScalePoolRequest(
-        targets=[
-            cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
-            for role, target in targets.items()
-        ]
-    )
+    return cluster_pb2.ScalePoolRequest(targets=wire_targets(targets))
 
 
 def role_targets(response: cluster_pb2.ScalePoolResponse) -> dict[str, int]:

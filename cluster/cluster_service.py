@@ -14,12 +14,12 @@ from legato.cluster.error_status import with_status
 from legato.cluster.errors import RequestError, invalid, unavailable
 from legato.cluster.pool import MAX_POOL_SIZE
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
-from legato.cluster.roles import WIRE_ROLES, role_of
+from legato.cluster.roles import WIRE_ROLES, role_of, wire_targets
 from legato.cluster.worker_view import ViewState
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Coroutine
 
     from legato.cluster.control_plane import Role
     from legato.cluster.router import Router
@@ -82,7 +82,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             result = await _asked(self._router.control.scale(targets))
         except ValueError as error:  # an autoscaled pool's range is the controller's to know
             raise invalid(f"targets: {error}") from error
-        return cluster_pb2.ScalePoolResponse(targets=_wire_targets(result))
+        return cluster_pb2.ScalePoolResponse(targets=wire_targets(result))
 
     @with_status
     async def ChangeRole(  # noqa: N802  # named by the proto
@@ -101,7 +101,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         except ValueError as error:
             raise invalid(str(error)) from None
         return cluster_pb2.ChangeRoleResponse(
-            worker_id=change.worker_id, targets=_wire_targets(change.targets)
+            worker_id=change.worker_id, targets=wire_targets(change.targets)
         )
 
     @with_status
@@ -190,13 +190,6 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
         raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
     except ConnectionError as error:  # it restarts, or is gone, or cannot do it now
         raise unavailable(str(error)) from error
-
-
-def _wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:
-    return [
-        cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
-        for role, target in targets.items()
-    ]
 
 
 def _read_role(field: str, number: int) -> Role:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legato.protos import common_pb2
+from legato.protos import cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from legato.cluster.control_plane import Role
 
 WIRE_ROLES: dict[Role, common_pb2.WorkerRole.ValueType] = {
@@ -22,3 +24,11 @@ _NAMES: dict[int, Role] = {number: role for role, number in WIRE_ROLES.items()}
 def role_of(number: int) -> Role | None:
     """The role with that number on the wire; None where there is none."""
     return _NAMES.get(number)
+
+
+def wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:
+    """Sizes of pools, as messages."""
+    return [
+        cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
+        for role, target in targets.items()
+    ]
