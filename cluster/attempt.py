@@ -18,9 +18,9 @@ from legato.cluster.worker_calls import (
 from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from legato.cluster.admission import Placement
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife, Group
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.policies import Demand
     from legato.cluster.request_life import RequestLife
     from legato.protos import generation_pb2
@@ -77,6 +77,7 @@ class Attempt:
         life, group, placement = self._life, self._group, self._placement
         request = _prefill_request(life, group)
         reserve: worker_pb2.Reserve | None = None
+        placed_at_s = time.monotonic()
 
         # A ticket first: KV is never computed without a place for it to go.
         if placement.decode is not None:
@@ -99,6 +100,7 @@ class Attempt:
         else:
             first = await self._compute(request, reserve)
             tokens, news = self._take_first(first, placement.prefill.worker_id)
+        life.admission.times.note_start(len(request.token_ids), time.monotonic() - placed_at_s)
         if not group:
             self._close()
         elif self._handover is not None:
@@ -194,7 +196,9 @@ class Attempt:
         figures = {n: DecodeFigures(a, decode.view.worker_id) for n, a in group.items()}
         stopped: set[int] = set()
         while group:
+            asked_at_s = time.monotonic()
             event = await decode.next_of_answer()
+            waited_s = time.monotonic() - asked_at_s
             number = event.answer
             if number in stopped:  # it was on its way when Stop was sent
                 continue
@@ -208,6 +212,7 @@ class Attempt:
                 answer.num_preemptions = max(answer.num_preemptions + 1, event.num_preemptions)
                 life.go_on_alone(answer)
                 continue
+            life.admission.times.note_output(len(event.tokens), waited_s * len(group))
             figures[number].count(event)
             cut_short = event.finish_reason == common_pb2.FINISH_REASON_CANCELLED
             finished = event.finished and not cut_short

@@ -24,8 +24,8 @@ from legato.protos.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
-    from legato.cluster.admission import Placement
     from legato.cluster.answer_life import AnswerLife, Group
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.request_life import RequestLife
     from legato.cluster.worker_calls import PrefillCall
 

@@ -23,6 +23,7 @@ from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
+from legato.cluster.unread_demand import unread_demand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +42,22 @@ CUT_SHORT_S = 1.0  # for requests that a drain cut short to tell their clients
 TICK_S = 0.25  # between two looks at silence and at the queue, should no event have come
 
 log = logging.getLogger(__name__)
+
+
+DEFAULT_DEADLINE = "the service's default deadline"
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Of a request, on the monotonic clock."""
+
+    at: float
+    name: str  # in words
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then."""
+        return self.at - time.monotonic()
 
 
 @dataclass
@@ -182,7 +199,11 @@ class Router:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clocks, time.monotonic() + limit_s)
+                    deadline = (
+                        "the call's deadline" if time_left_s is not None else DEFAULT_DEADLINE
+                    )
+                    until = Deadline(time.monotonic() + limit_s, deadline)
+                    await self._generate(request, send, clocks, until)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -208,9 +229,9 @@ class Router:
         request: generation_pb2.GenerateRequest,
         send: Send,
         clocks: list[PhaseClock],
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
-        spec = await self._admit(request)
+        spec = await self._admit(request, deadline)
         if spec.request_id in self._in_flight:
             raise RequestError(
                 grpc.StatusCode.ALREADY_EXISTS,
@@ -223,7 +244,7 @@ class Router:
             async with sending:  # gRPC takes one message of a call at a time
                 await send(response)
 
-        entries = self.admission.enter(spec.num_answers)
+        entries = self.admission.enter(spec.num_answers, deadline.at, deadline.name)
         min_tokens = spec.sampling.min_tokens
         life = RequestLife(
             spec=spec,
@@ -244,7 +265,7 @@ class Router:
             costs=self._costs,
             local_prefill_tokens=self.options.local_prefill_tokens,
             max_attempts=self.options.max_attempts,
-            seconds_left=lambda: max(0.001, deadline - time.monotonic()),
+            seconds_left=lambda: max(0.001, deadline.left_s),
             on_end=lambda: self._forget(life),
         )
         self._in_flight[spec.request_id] = life
@@ -259,13 +280,17 @@ class Router:
         if self._in_flight.get(life.spec.request_id) is life:
             del self._in_flight[life.spec.request_id]
 
-    async def _admit(self, request: generation_pb2.GenerateRequest) -> RequestSpec:
+    async def _admit(
+        self, request: generation_pb2.GenerateRequest, deadline: Deadline
+    ) -> RequestSpec:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
         if self._draining:
             raise unavailable("the service is shutting down")
         limits = self.pool.limits()
         if limits is None or not self.pool.ever_ready:
             raise unavailable(f"not ready: {self.missing()}")
+        least, most = unread_demand(request, limits)
+        self.admission.check_arrival(least, most, deadline.left_s, deadline.name)
         limit = self.options.max_queued_requests
         if self._num_parsing > limit:
             raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")
@@ -285,7 +310,7 @@ class Router:
             return unavailable("the service is shutting down; the request was cut short")
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
-            limit = "the call's deadline" if given else "the service's default deadline"
+            limit = "the call's deadline" if given else DEFAULT_DEADLINE
             return RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"{limit} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",

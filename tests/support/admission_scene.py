@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from legato.cluster.admission import Admission, Entry, Placement
+from legato.cluster.admission import Admission
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import RequestError
 from legato.cluster.kv_paths import KvPaths
 from legato.cluster.policies import Demand, WorkerSnapshot
+from legato.cluster.prefill_speeds import PrefillSpeeds
 
 if TYPE_CHECKING:
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.control_plane import Role
+    from legato.cluster.queue_entry import Entry
     from legato.cluster.worker_view import DecodeShare
 
 
@@ -51,6 +54,7 @@ class Pool:
         default_factory=lambda: {"prefill": None, "decode": None}
     )
     paths: KvPaths = field(default_factory=KvPaths)
+    speeds: PrefillSpeeds = field(default_factory=PrefillSpeeds)
 
     def placeable(self, role: Role) -> list[View]:
         return self.prefill if role == "prefill" else self.decode

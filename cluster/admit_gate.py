@@ -1,0 +1,102 @@
+"""AdmitGate: what is measured for `admit`, and the errors that its refusals become."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from legato.cluster.admit_policy import (
+    Applicant,
+    Pace,
+    QueueLimits,
+    QueueSnapshot,
+    Work,
+)
+from legato.cluster.drain_meter import DrainMeter
+from legato.cluster.errors import RequestError
+from legato.cluster.service_times import ServiceTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from legato.cluster.admit_policy import Refusal
+    from legato.cluster.config import RouterOptions
+    from legato.cluster.policies import Demand
+    from legato.cluster.pool_view import PoolView
+    from legato.cluster.queue_entry import Entry
+
+
+class AdmitGate:
+    """Of one router's queue. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, options: RouterOptions, pool: PoolView, now: Callable[[], float]) -> None:
+        self.limits = QueueLimits(options.max_queued_requests, options.max_queued_tokens)
+        self.times = ServiceTimes(now)
+        self._pool = pool
+        self._now = now
+        self._drain = DrainMeter(now)
+        self._interactive = DrainMeter(now)
+        self._interactive.set_busy(True)  # of all time, not of that in which somebody waits
+
+    def pace(self) -> Pace:
+        """As measured by now."""
+        prefills = [view.worker_id for view in self._pool.placeable("prefill")]
+        return Pace(
+            prefill_tokens_s=self._pool.speeds.pool_tokens_s(prefills),
+            drain_tokens_s=self._drain.tokens_s(),
+            interactive_tokens_s=self._interactive.tokens_s() or 0.0,
+            start_s=self.times.start_s,
+            start_prompt_tokens=self.times.start_prompt_tokens,
+            output_token_s=self.times.output_token_s,
+        )
+
+    def note_queue(self, *, waits: bool) -> None:
+        """Whether somebody waits, after everyone who could has started."""
+        self._drain.set_busy(waits)
+
+    def note_ticket(self, demand: Demand) -> None:
+        """A request left the queue for good."""
+        tokens = self.work(demand).tokens
+        self._drain.note(tokens)
+        if not demand.batch:
+            self._interactive.note(tokens)
+
+    def work(self, demand: Demand) -> Work:
+        """What a demand is in the queue's measure."""
+        each = self._expected_output(demand)
+        return Work(1, demand.prefill_tokens, each * demand.num_answers)
+
+    def snapshot(self, entries: Iterable[Entry]) -> QueueSnapshot:
+        """Of those entries that wait, and what lies at the prefill workers."""
+        sums = {True: Work(), False: Work()}
+        for entry in entries:
+            sums[entry.demand.batch] += self.work(entry.demand)
+        return QueueSnapshot(sums[False], sums[True], self.backlog_tokens())
+
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that prefill workers have and have not computed."""
+        return sum(view.backlog_tokens for view in self._pool.placeable("prefill"))
+
+    def applicant(self, entry: Entry) -> Applicant:
+        """An entry as the policy sees it."""
+        return self.newcomer(entry.demand, entry.deadline_at - self._now(), entry.deadline)
+
+    def newcomer(self, demand: Demand, left_s: float, deadline: str) -> Applicant:
+        """A request that is no entry yet."""
+        longest = self._expected_output(demand)
+        return Applicant(self.work(demand), longest, demand.batch, left_s, deadline)
+
+    def _expected_output(self, demand: Demand) -> int:
+        """Of each answer."""
+        most = max(1, demand.decode_tokens - demand.prefill_tokens + 1)
+        return self.times.expected_output(most)
+
+
+def refused(refusal: Refusal) -> RequestError:
+    """RESOURCE_EXHAUSTED with the reason and the hint."""
+    return RequestError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",
+        retry_after_ms=int(refusal.retry_s * 1000),
+    )

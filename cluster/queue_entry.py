@@ -1,0 +1,42 @@
+"""Entry: one answer's place in the router's queue."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from legato.cluster.policies import Demand
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from legato.cluster.attempt_placement import Placement
+    from legato.cluster.control_plane import Role
+
+
+class Entry:
+    """It keeps its place over all its attempts. Answers that are served together wait in the first
+    one's place.
+    """
+
+    def __init__(
+        self, arrival: int, now: float, deadline_at: float = math.inf, deadline: str = ""
+    ) -> None:
+        """`deadline_at` is on the same clock as `now`; `deadline` names it in words."""
+        self.arrival = arrival  # by requests, then by answers
+        self.arrived_at = now
+        self.deadline_at = deadline_at
+        self.deadline = deadline or "its deadline"
+        self.waiting_since = now  # of the present wait
+        self.demand = Demand(prefill_tokens=0, decode_tokens=0)
+        self.placed: asyncio.Future[Placement] | None = None
+        self.has_begun = False  # work on it has begun on a worker: it is never turned away
+        self.keeps: Placement | None = None  # only another decode worker is wanted
+        self.asking: str | None = None  # the decode worker that has yet to grant its ticket
+        self.has_asked = False  # it comes back to the queue, and stands before others there
+        self.kept_free: dict[Role, str] = {}  # workers that drain for it, once it is overdue
+
+    @property
+    def waits(self) -> bool:
+        """It is in the queue, and nothing has been decided."""
+        return self.placed is not None and not self.placed.done()

@@ -1,0 +1,54 @@
+"""Three times as many requests as the service can serve: it serves as many as it can.
+
+Small by default. With LEGATO_OVERLOAD=full (`make test-overload`) the flood lasts a minute, and the
+figures are held to what the service promises; on a machine with other work they tell of that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from served import Served, environment
+from tiny_models import make_llama_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = os.environ.get("LEGATO_OVERLOAD") == "full"
+# Large enough that the decode worker is what limits the service, not the router.
+MODEL = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+NUM_BLOCKS = 160  # for about 16 of the requests at once
+BLOCK_BYTES = 16 * 2 * 12 * 2 * 64 * 4
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_a_flood_costs_no_goodput(tmp_path: Path) -> None:
+    model = make_llama_folder(tmp_path / "model", **MODEL)
+    sizes = ("--peak-s", "15", "--flood-s", "60") if FULL else ("--peak-s", "4", "--flood-s", "8")
+    kv = ("--kv-memory", str(NUM_BLOCKS * BLOCK_BYTES), "--dtype", "float32")
+    with Served(tmp_path / "log", "--model", str(model), *kv, "--local-prefill-tokens", "0") as it:
+        ran = subprocess.run(
+            [sys.executable, "-m", "legato.bench.overload", "--address", it.address, *sizes],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+            env=environment(),
+        )
+        assert ran.stdout, ran.stderr
+        report = json.loads(ran.stdout)
+    print(json.dumps(report, indent=1))
+    print(ran.stderr)
+    assert report["invalid"] == [], "less load than named: try again on a quieter machine"
