@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot tokenizers bench-curve bench-handoff bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ test-properties: $(STAMP) ## Random lives of sequences over a block pool, at ful
 
 test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, all shapes
 	@LEGATO_AOT=full $(BIN)/python -m pytest -q --timeout 7200 tests/kernels/test_aot_*.py
+
+test-overload: $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
+	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
 
 test-simulation: $(STAMP) ## The decode scheduler under 1,000 workloads in virtual time
 	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q tests/unit/test_decode_simulation.py

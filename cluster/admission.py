@@ -98,6 +98,7 @@ class Admission:
         queue = self._gate.snapshot(self._waiting)
         refusal = admit(own, queue, self._gate.limits, self._gate.pace())
         if refusal is not None:
+            self._gate.note_arrival(least)
             raise refused(refusal)
 
     def enter(
@@ -126,6 +127,8 @@ class Admission:
         """
         entry.demand, entry.waiting_since, entry.keeps = demand, self._now(), keep
         entry.has_begun = not first
+        if first and not entry.has_asked:
+            self._gate.note_arrival(demand)
         entry.placed = asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         try:

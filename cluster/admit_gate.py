@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from legato.cluster.queue_entry import Entry
 
 
+OFFERED_TIME_CONSTANT_S = 1.5  # a flood is to be known as one before batch requests wait in it
+
+
 class AdmitGate:
     """Of one router's queue. `now` is a monotonic clock in seconds."""
 
@@ -36,8 +39,9 @@ class AdmitGate:
         self._pool = pool
         self._now = now
         self._drain = DrainMeter(now)
-        self._interactive = DrainMeter(now)
-        self._interactive.set_busy(True)  # of all time, not of that in which somebody waits
+        self._batch = DrainMeter(now)
+        self._offered = DrainMeter(now, OFFERED_TIME_CONSTANT_S)
+        self._offered.set_busy(True)  # all time counts, not only that in which somebody waits
 
     def pace(self) -> Pace:
         """As measured by now."""
@@ -45,7 +49,8 @@ class AdmitGate:
         return Pace(
             prefill_tokens_s=self._pool.speeds.pool_tokens_s(prefills),
             drain_tokens_s=self._drain.tokens_s(),
-            interactive_tokens_s=self._interactive.tokens_s() or 0.0,
+            offered_tokens_s=self._offered.tokens_s() or 0.0,
+            batch_tokens_s=self._batch.tokens_s() or 0.0,
             start_s=self.times.start_s,
             start_prompt_tokens=self.times.start_prompt_tokens,
             output_token_s=self.times.output_token_s,
@@ -54,13 +59,19 @@ class AdmitGate:
     def note_queue(self, *, waits: bool) -> None:
         """Whether somebody waits, after everyone who could has started."""
         self._drain.set_busy(waits)
+        self._batch.set_busy(waits)
+
+    def note_arrival(self, demand: Demand) -> None:
+        """A request has come, to be let in or not."""
+        if not demand.batch:
+            self._offered.note(self.work(demand).tokens)
 
     def note_ticket(self, demand: Demand) -> None:
         """A request left the queue for good."""
         tokens = self.work(demand).tokens
         self._drain.note(tokens)
-        if not demand.batch:
-            self._interactive.note(tokens)
+        if demand.batch:
+            self._batch.note(tokens)
 
     def work(self, demand: Demand) -> Work:
         """What a demand is in the queue's measure."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # waited already, and others before it may leave.
 ARRIVAL_MARGIN = 1.5
 QUEUED_WAIT_SHARE = 0.5
+LEAST_LEFT = 0.05  # of the drain, for batch requests: they age, so that something is left
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
@@ -78,7 +79,8 @@ class Pace:
     # Tokens (prompt and expected output) a second of those that leave the queue with a ticket,
     # while others have to wait.
     drain_tokens_s: float | None = None
-    interactive_tokens_s: float = 0.0  # of these, what goes to interactive requests, idle times too
+    offered_tokens_s: float = 0.0  # of interactive requests that arrive, let in or not
+    batch_tokens_s: float = 0.0  # of batch requests, while others have to wait
     start_s: float | None = None  # from the queue's end to the first token
     start_prompt_tokens: float = 0.0  # mean prompt of those
     output_token_s: float | None = None  # between two tokens of one answer
@@ -140,8 +142,8 @@ def give_up(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace) -> Ref
 def estimate_wait_s(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace) -> float:
     """Seconds in the queue: the longer of what prefill and what the tickets need for all `ahead`.
 
-    A batch request has only what interactive ones leave of the tickets: those that arrive later go
-    before it.
+    A batch request has only what interactive ones leave of the tickets, for those that arrive later
+    go before it: what they do not use, or at least what batch requests were seen to get.
     """
     if not ahead.requests:
         return 0.0
@@ -151,7 +153,8 @@ def estimate_wait_s(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace
     if pace.drain_tokens_s:
         drain = pace.drain_tokens_s
         if own.batch:
-            drain = max(0.01 * drain, drain - pace.interactive_tokens_s)
+            left = drain - pace.offered_tokens_s
+            drain = max(LEAST_LEFT * drain, left, pace.batch_tokens_s)
         wait_s = max(wait_s, ahead.tokens / drain)
     return wait_s
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from legato.protos import generation_pb2_grpc
 
 # Without a deadline that could matter: the closed loop measures what the service can do.
-PATIENT_S = 120.0
+PATIENT_S = 300.0
 
 
 async def closed_loop(

@@ -3,7 +3,8 @@
     python -m legato.bench.overload.probe --address HOST:PORT --deadline-s 2
 
 Asks in turns for an answer and for the server's health, until its standard input is closed; then
-prints one JSON line. The health call bounds from below what any answer can take on this machine now.
+prints one JSON line. The health call bounds from below what any answer can take
+on this machine now.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from legato.bench.overload.mix import Mix
-from legato.bench.overload.outcome import End, ask
+from legato.bench.overload.outcome import End, Outcome, ask
 from legato.protos import generation_pb2_grpc
 
 INTERVAL_S = 0.1
@@ -29,7 +30,9 @@ async def probe(address: str, deadline_s: float) -> dict[str, object]:
     """Latencies in seconds, until standard input ends."""
     ends = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     # Without a share of batch requests: an interactive one is refused last.
-    mix, outcomes, health_s = Mix(SEED, batch_share=0.0), [], []
+    mix = Mix(SEED, batch_share=0.0)
+    outcomes: list[Outcome] = []
+    health_s: list[float] = []
     asking: set[asyncio.Task[None]] = set()
 
     async def one() -> None:

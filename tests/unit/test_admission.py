@@ -100,7 +100,7 @@ async def test_the_queue_is_bounded_in_tokens_but_takes_one_of_any_size() -> Non
     await scene.arrive("long", 100, prefill=80)
     await scene.arrive("short", 100, prefill=1)
     assert scene.queue.num_queued == 1
-    assert "81 prompt tokens" in (await scene.error("short")).message
+    assert "81 prompt tokens and 121 expected ones" in (await scene.error("short")).message
 
 
 async def test_a_request_that_leaves_the_queue_holds_nothing() -> None:

@@ -1,0 +1,122 @@
+"""What `admit` goes by: means that follow, and forget."""
+
+from __future__ import annotations
+
+import pytest
+
+from legato.cluster.decaying_mean import DecayingMean
+from legato.cluster.drain_meter import DrainMeter
+from legato.cluster.prefill_speeds import PrefillSpeeds
+from legato.cluster.service_times import ServiceTimes
+from legato.protos import common_pb2
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drain(meter: DrainMeter, clock: Clock, seconds: int, tokens_each_tenth: int) -> None:
+    for _ in range(10 * seconds):
+        clock.now += 0.1
+        meter.note(tokens_each_tenth)
+
+
+def test_the_drain_is_measured_while_somebody_waits() -> None:
+    clock = Clock()
+    meter = DrainMeter(clock)
+    drain(meter, clock, 5, 1000)  # nobody waits: it tells of no limit
+    assert meter.tokens_s() is None
+    meter.set_busy(True)
+    drain(meter, clock, 20, 50)
+    assert meter.tokens_s() == pytest.approx(500, rel=0.05)
+    meter.set_busy(False)
+    clock.now += 20.0
+    assert meter.tokens_s() == pytest.approx(500, rel=0.05)
+    clock.now += 11.0
+    assert meter.tokens_s() is None
+
+
+def test_the_drain_follows_and_a_few_tickets_tell_nothing() -> None:
+    clock = Clock()
+    meter = DrainMeter(clock)
+    meter.set_busy(True)
+    for _ in range(7):
+        clock.now += 0.1
+        meter.note(50)
+    assert meter.tokens_s() is None
+    drain(meter, clock, 10, 50)
+    drain(meter, clock, 10, 10)
+    assert meter.tokens_s() == pytest.approx(100, rel=0.2)
+
+
+def test_a_drain_that_has_stopped_is_known_as_slow() -> None:
+    clock = Clock()
+    meter = DrainMeter(clock)
+    meter.set_busy(True)
+    drain(meter, clock, 5, 50)
+    clock.now += 9.0
+    rate = meter.tokens_s()
+    assert rate is not None
+    assert rate < 50
+
+
+def test_a_ratio_weighs_sums_alike() -> None:
+    mean = DecayingMean(0.5, 10.0)
+    mean.add(1.0, 10.0, now=0.0)
+    mean.add(3.0, 10.0, now=1.0)
+    assert mean.value(2.0) == pytest.approx(0.2)
+    assert mean.value(12.0) is None
+    mean.add(8.0, 2.0, now=20.0)
+    assert mean.value(20.0) == pytest.approx(4.0)
+
+
+def test_an_answer_is_expected_to_get_as_long_as_others_did() -> None:
+    clock = Clock()
+    times = ServiceTimes(clock)
+    assert times.expected_output(4096) == 4096
+    for _ in range(100):
+        times.note_length(200, 4096)
+    assert times.expected_output(4096) == 200
+    assert times.expected_output(16) == 16
+    for _ in range(100):
+        times.note_length(64, 64)
+        times.note_length(16, 16)
+    assert times.expected_output(64) == 64  # as these clients do
+    clock.now += 11.0
+    assert times.expected_output(4096) == 4096
+
+
+def test_times_are_forgotten() -> None:
+    clock = Clock()
+    times = ServiceTimes(clock)
+    times.note_start(100, 0.5)
+    times.note_output(20, 1.0)
+    times.note_output(0, 5.0)
+    assert (times.start_s, times.start_prompt_tokens) == (0.5, 100)
+    assert times.output_token_s == pytest.approx(0.05)
+    clock.now += 11.0
+    assert times.start_s is times.output_token_s is None
+
+
+def test_a_prefill_worker_is_measured_between_reports_with_prompts_waiting() -> None:
+    clock = Clock()
+    speeds = PrefillSpeeds(clock)
+
+    def report(waiting: int, done: int) -> None:
+        speeds.note_report("p", common_pb2.WorkerLoad(waiting_tokens=waiting, prefill_tokens=done))
+        clock.now += 0.05
+
+    report(0, 0)
+    report(500, 100)
+    assert speeds.tokens_s("p") is None
+    report(400, 200)
+    report(0, 250)  # it may have been idle since
+    assert speeds.tokens_s("p") == pytest.approx(2000)
+    assert speeds.pool_tokens_s(["p", "q"]) == pytest.approx(4000)
+    assert speeds.pool_tokens_s(["q"]) is None
+    speeds.forget("p")
+    assert speeds.tokens_s("p") is None
