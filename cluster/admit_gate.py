@@ -13,8 +13,8 @@ from legato.cluster.admit_policy import (
     QueueSnapshot,
     Work,
 )
-from legato.cluster.drain_meter import DrainMeter
 from legato.cluster.errors import RequestError
+from legato.cluster.flow_meter import FlowMeter
 from legato.cluster.service_times import ServiceTimes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from legato.cluster.queue_entry import Entry
 
 
-OFFERED_TIME_CONSTANT_S = 1.5  # a flood is to be known as one before batch requests wait in it
+OFFERED_SPAN = 16.0  # a flood is to be known as one before many batch requests wait in it
 
 
 class AdmitGate:
@@ -38,10 +38,9 @@ class AdmitGate:
         self.times = ServiceTimes(now)
         self._pool = pool
         self._now = now
-        self._drain = DrainMeter(now)
-        self._batch = DrainMeter(now)
-        self._offered = DrainMeter(now, OFFERED_TIME_CONSTANT_S)
-        self._offered.set_busy(True)  # all time counts, not only that in which somebody waits
+        self._drain = FlowMeter(now)
+        self._offered = FlowMeter(now, OFFERED_SPAN)
+        self._offered.set_waited(True)  # all time counts, not only that in which somebody waits
 
     def pace(self) -> Pace:
         """As measured by now."""
@@ -50,7 +49,7 @@ class AdmitGate:
             prefill_tokens_s=self._pool.speeds.pool_tokens_s(prefills),
             drain_tokens_s=self._drain.tokens_s(),
             offered_tokens_s=self._offered.tokens_s() or 0.0,
-            batch_tokens_s=self._batch.tokens_s() or 0.0,
+            batch_tokens_s=self._drain.batch_tokens_s() or 0.0,
             start_s=self.times.start_s,
             start_prompt_tokens=self.times.start_prompt_tokens,
             output_token_s=self.times.output_token_s,
@@ -58,8 +57,7 @@ class AdmitGate:
 
     def note_queue(self, *, waits: bool) -> None:
         """Whether somebody waits, after everyone who could has started."""
-        self._drain.set_busy(waits)
-        self._batch.set_busy(waits)
+        self._drain.set_waited(waits)
 
     def note_arrival(self, demand: Demand) -> None:
         """A request has come, to be let in or not."""
@@ -68,10 +66,7 @@ class AdmitGate:
 
     def note_ticket(self, demand: Demand) -> None:
         """A request left the queue for good."""
-        tokens = self.work(demand).tokens
-        self._drain.note(tokens)
-        if demand.batch:
-            self._batch.note(tokens)
+        self._drain.note(self.work(demand).tokens, batch=demand.batch)
 
     def work(self, demand: Demand) -> Work:
         """What a demand is in the queue's measure."""

@@ -199,6 +199,7 @@ class WorkerNode:
                 self.load,
                 begin_drain,
                 kv_wire=self.pager.wire.name,
+                pool=self.pool,
             ),
             server,
         )

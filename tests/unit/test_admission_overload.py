@@ -20,16 +20,16 @@ class Measured(Scene):
     """A queue that knows its pace: 100 tokens a second leave it, an answer takes 0.5 s."""
 
     async def measure(self) -> None:
-        for turn in range(11):
+        for turn in range(17):
             await self.send(f"m-{turn}", deadline_s=1000.0)
-        for turn in range(10):
+        for turn in range(16):
             self.queue.times.note_start(PROMPT, 0.1)
             self.queue.times.note_output(40, 0.4)
             self.queue.times.note_length(OUTPUT, OUTPUT)
             self.now += 1.01
             await self.end(f"m-{turn}")
             await settle()
-        assert self.started == [f"m-{turn}" for turn in range(11)]
+        assert self.started == [f"m-{turn}" for turn in range(17)]
 
     async def send(self, name: str, *, deadline_s: float, batch: bool = False) -> None:
         entry = self.queue.enter(1, self.now + deadline_s, DEADLINE)[0]
@@ -74,7 +74,7 @@ async def test_one_that_waits_is_given_up_when_its_time_has_become_too_short() -
     error = await scene.error("waits")
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.retry_after_ms is not None
-    await scene.end("m-10")
+    await scene.end("m-16")
     assert scene.started[-1] == "patient"
 
 
@@ -85,7 +85,7 @@ async def test_one_that_work_has_begun_on_is_never_given_up() -> None:
     await scene.arrive("again", ROWS, prefill=PROMPT, entry=entry, begun=True)
     await scene.pass_time(0.15)
     assert not scene.tasks["again"].done()
-    await scene.end("m-10")
+    await scene.end("m-16")
     assert scene.started[-1] == "again"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from legato.cluster.decaying_mean import DecayingMean
-from legato.cluster.drain_meter import DrainMeter
+from legato.cluster.flow_meter import FlowMeter
 from legato.cluster.prefill_speeds import PrefillSpeeds
 from legato.cluster.service_times import ServiceTimes
 from legato.protos import common_pb2
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def drain(meter: DrainMeter, clock: Clock, seconds: int, tokens_each_tenth: int) -> None:
+def drain(meter: FlowMeter, clock: Clock, seconds: int, tokens_each_tenth: int) -> None:
     for _ in range(10 * seconds):
         clock.now += 0.1
         meter.note(tokens_each_tenth)
@@ -27,13 +27,13 @@ def drain(meter: DrainMeter, clock: Clock, seconds: int, tokens_each_tenth: int)
 
 def test_the_drain_is_measured_while_somebody_waits() -> None:
     clock = Clock()
-    meter = DrainMeter(clock)
+    meter = FlowMeter(clock)
     drain(meter, clock, 5, 1000)  # nobody waits: it tells of no limit
     assert meter.tokens_s() is None
-    meter.set_busy(True)
+    meter.set_waited(True)
     drain(meter, clock, 20, 50)
     assert meter.tokens_s() == pytest.approx(500, rel=0.05)
-    meter.set_busy(False)
+    meter.set_waited(False)
     clock.now += 20.0
     assert meter.tokens_s() == pytest.approx(500, rel=0.05)
     clock.now += 11.0
@@ -42,9 +42,9 @@ def test_the_drain_is_measured_while_somebody_waits() -> None:
 
 def test_the_drain_follows_and_a_few_tickets_tell_nothing() -> None:
     clock = Clock()
-    meter = DrainMeter(clock)
-    meter.set_busy(True)
-    for _ in range(7):
+    meter = FlowMeter(clock)
+    meter.set_waited(True)
+    for _ in range(8):
         clock.now += 0.1
         meter.note(50)
     assert meter.tokens_s() is None
@@ -53,12 +53,24 @@ def test_the_drain_follows_and_a_few_tickets_tell_nothing() -> None:
     assert meter.tokens_s() == pytest.approx(100, rel=0.2)
 
 
+def test_slow_and_quick_services_are_measured_alike() -> None:
+    for interval_s in (0.01, 10.0):
+        clock = Clock()
+        meter = FlowMeter(clock)
+        meter.set_waited(True)
+        for turn in range(40):
+            clock.now += interval_s
+            meter.note(100, batch=turn % 4 == 0)
+        assert meter.tokens_s() == pytest.approx(100 / interval_s)
+        assert meter.batch_tokens_s() == pytest.approx(25 / interval_s, rel=0.2)
+
+
 def test_a_drain_that_has_stopped_is_known_as_slow() -> None:
     clock = Clock()
-    meter = DrainMeter(clock)
-    meter.set_busy(True)
+    meter = FlowMeter(clock)
+    meter.set_waited(True)
     drain(meter, clock, 5, 50)
-    clock.now += 9.0
+    clock.now += 30.0
     rate = meter.tokens_s()
     assert rate is not None
     assert rate < 50
