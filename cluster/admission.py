@@ -23,6 +23,7 @@ from legato.cluster.dispatch_rules import close_kept, hopeless, over_open_path, 
 from legato.cluster.errors import unavailable
 from legato.cluster.policies import (
     Demand,
+    Knowledge,
     WorkerSnapshot,
     counts_as_batch,
     may_pass,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
     from legato.cluster.errors import RequestError
     from legato.cluster.pool_view import PoolView
+    from legato.cluster.prompt_hashes import PromptHashes
 
 # Between two looks at who of those that wait cannot meet its deadline any more.
 GIVE_UP_EVERY_S = 0.1
@@ -102,7 +104,11 @@ class Admission:
             raise refused(refusal)
 
     def enter(
-        self, num_answers: int, deadline_at: float = math.inf, deadline: str = ""
+        self,
+        num_answers: int,
+        deadline_at: float = math.inf,
+        deadline: str = "",
+        prompt: PromptHashes | None = None,
     ) -> list[Entry]:
         """A request arrives: a place for each of its answers.
 
@@ -110,7 +116,7 @@ class Admission:
         """
         first, now = self._arrivals + 1, self._now()
         self._arrivals += num_answers
-        return [Entry(first + i, now, deadline_at, deadline) for i in range(num_answers)]
+        return [Entry(first + i, now, deadline_at, deadline, prompt) for i in range(num_answers)]
 
     async def place(
         self, entry: Entry, demand: Demand, *, first: bool, keep: Placement | None = None
@@ -199,13 +205,22 @@ class Admission:
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
             has_prefill = prefill is not None or keeps
             fits = has_prefill and (decode is not None or not demand.decode_tokens)
-            if fits and passes and decode is not None and closed:
-                pair = over_open_path(entry, prefills.values(), decodes.values(), everyone, closed)
-                if pair is None:
-                    continue  # not for want of room: it holds up nobody
-                prefill, decode = pair
             if fits and passes:
-                self._start(entry, prefill, decode)
+                known = self._learnt_for(entry)
+                if decode is not None and closed:
+                    pair = over_open_path(
+                        entry, prefills.values(), decodes.values(), everyone, closed, known
+                    )
+                    if pair is None:
+                        continue  # not for want of room: it holds up nobody
+                    prefill, decode = pair
+                else:
+                    if decode is not None:
+                        decode = pick_decode(demand, decodes.values(), known)
+                    if prefill is not None:
+                        to = decode.worker_id if decode is not None else None
+                        prefill = pick_prefill(demand, prefills.values(), known, to)
+                self._start(entry, prefill, decode, known)
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
                     view = self._pool.view(picked.worker_id) if picked is not None else None
                     if view is not None:
@@ -223,6 +238,12 @@ class Admission:
             else:
                 smallest_blocked = smaller(smallest_blocked, demand)
         return least
+
+    def _learnt_for(self, entry: Entry) -> Knowledge:
+        """Only for one that starts: it costs as much as the prompt has blocks."""
+        views = (*self._pool.placeable("prefill"), *self._pool.placeable("decode"))
+        expected = self._gate.expected_output(entry.demand)
+        return self._pool.learnt.about(entry.prompt, views, expected)
 
     def _snapshot(self, view: WorkerView) -> WorkerSnapshot:
         asking = tuple(e.demand for e in self._asking if e.asking == view.worker_id)
@@ -246,6 +267,7 @@ class Admission:
         entry: Entry,
         prefill: WorkerSnapshot | None,
         decode: WorkerSnapshot | None,
+        known: Knowledge,
     ) -> None:
         """`prefill` is None where the entry keeps one."""
         decode_view = self._pool.view(decode.worker_id) if decode is not None else None
@@ -254,7 +276,10 @@ class Admission:
         else:
             view = self._pool.view(prefill.worker_id) if prefill is not None else None
             assert view is not None, "snapshots are taken from the pool within one dispatch"
-            prefill_view, prefill_share = view, PrefillShare(view, entry.demand)
+            prefill_view, prefill_share = (
+                view,
+                PrefillShare(view, entry.demand, known.uncached(entry.demand, view.worker_id)),
+            )
         assert entry.placed is not None, "only waiting entries are started"
         self._waiting.remove(entry)
         if decode is not None:

@@ -46,7 +46,7 @@ class AdmitGate:
         """As measured by now."""
         prefills = [view.worker_id for view in self._pool.placeable("prefill")]
         return Pace(
-            prefill_tokens_s=self._pool.speeds.pool_tokens_s(prefills),
+            prefill_tokens_s=self._pool.learnt.speeds.pool_tokens_s(prefills),
             drain_tokens_s=self._drain.tokens_s(),
             offered_tokens_s=self._offered.tokens_s() or 0.0,
             batch_tokens_s=self._drain.batch_tokens_s() or 0.0,
@@ -70,7 +70,7 @@ class AdmitGate:
 
     def work(self, demand: Demand) -> Work:
         """What a demand is in the queue's measure."""
-        each = self._expected_output(demand)
+        each = self.expected_output(demand)
         return Work(1, demand.prefill_tokens, each * demand.num_answers)
 
     def snapshot(self, entries: Iterable[Entry]) -> QueueSnapshot:
@@ -90,11 +90,11 @@ class AdmitGate:
 
     def newcomer(self, demand: Demand, left_s: float, deadline: str) -> Applicant:
         """A request that is no entry yet."""
-        longest = self._expected_output(demand)
+        longest = self.expected_output(demand)
         return Applicant(self.work(demand), longest, demand.batch, left_s, deadline)
 
-    def _expected_output(self, demand: Demand) -> int:
-        """Of each answer."""
+    def expected_output(self, demand: Demand) -> int:
+        """Tokens of each answer."""
         most = max(1, demand.decode_tokens - demand.prefill_tokens + 1)
         return self.times.expected_output(most)
 

@@ -104,7 +104,7 @@ class Attempt:
         if not group:
             self._close()
         elif self._handover is not None:
-            self._handover.start(tokens)
+            self._handover.start(tokens, first.model_s)
         for answer, delta, ending in news:
             await life.deliver(answer, delta, ending)
         if not group:
@@ -140,7 +140,7 @@ class Attempt:
         load = placement.decode.load
         return prefills_locally(
             len(request.token_ids) - request.ticket.cached_tokens,
-            max(0, placement.prefill.backlog_tokens - placement.demand.prefill_tokens),
+            placement.prefill.backlog_tokens - placement.prefill_share.backlog_tokens,
             life.costs.costs(load.local_prefill_token_s if load is not None else 0.0),
             life.local_prefill_tokens,
         )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from legato.cluster.path_policies import Closed
-    from legato.cluster.policies import WorkerSnapshot
+    from legato.cluster.policies import Knowledge, WorkerSnapshot
     from legato.cluster.queue_entry import Entry
 
 _NO_PATHS: Closed = frozenset()
@@ -23,6 +23,7 @@ def over_open_path(
     decodes: Iterable[WorkerSnapshot],
     everyone: tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]],
     closed: Closed,
+    known: Knowledge,
 ) -> tuple[WorkerSnapshot | None, WorkerSnapshot] | None:
     """Workers that have room now, a prefill worker only where none is kept; None: to be waited for.
 
@@ -35,11 +36,11 @@ def over_open_path(
     if entry.keeps is None:
         is_choice = has_open_path(all_prefills, all_decodes, closed)
         return pick_pair(
-            demand, tuple(prefills), tuple(decodes), closed if is_choice else _NO_PATHS
+            demand, tuple(prefills), tuple(decodes), closed if is_choice else _NO_PATHS, known
         )
     kept = entry.keeps.prefill.worker_id
     is_choice = has_open_path((kept,), all_decodes, closed)
-    decode = pick_reachable(demand, kept, decodes, closed if is_choice else _NO_PATHS)
+    decode = pick_reachable(demand, kept, decodes, closed if is_choice else _NO_PATHS, known)
     return None if decode is None else (None, decode)
 
 

@@ -12,7 +12,7 @@ import grpc
 
 from legato.cluster.cancellation import check_cancellation
 from legato.cluster.kv_paths import KvPaths
-from legato.cluster.prefill_speeds import PrefillSpeeds
+from legato.cluster.learnt import Learnt
 from legato.cluster.request import ModelLimits
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
@@ -99,7 +99,7 @@ class PoolView:
         self._on_change = on_change
         self._now = now
         self.paths = KvPaths(now)
-        self.speeds = PrefillSpeeds(now)
+        self.learnt = Learnt(now)
         self._views: dict[str, WorkerView] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -116,7 +116,7 @@ class PoolView:
         wanted = {endpoint.worker_id: endpoint for endpoint in workers}
         for worker_id in self._views.keys() - wanted.keys():
             self._watches.pop(worker_id).cancel()
-            self.speeds.forget(worker_id)
+            self.learnt.forget(worker_id)
             self._chore(self._views.pop(worker_id).close("it left the pool"))
         for worker_id, endpoint in wanted.items():
             if worker_id in self._views:
@@ -264,8 +264,7 @@ class PoolView:
             log.info(
                 "worker %s: %s", view.worker_id, common_pb2.WorkerPhase.Name(report.phase).lower()
             )
-        if view.endpoint.role == "prefill":
-            self.speeds.note_report(view.worker_id, report.load)
+        self.learnt.note_report(view, report)
         if report.phase == common_pb2.WORKER_PHASE_DEAD:
             self.lose(view, "it reports that its engine is dead")
         elif (

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.attempt_placement import Placement
     from legato.cluster.control_plane import Role
+    from legato.cluster.prompt_hashes import PromptHashes
 
 
 class Entry:
@@ -20,13 +21,19 @@ class Entry:
     """
 
     def __init__(
-        self, arrival: int, now: float, deadline_at: float = math.inf, deadline: str = ""
+        self,
+        arrival: int,
+        now: float,
+        deadline_at: float = math.inf,
+        deadline: str = "",
+        prompt: PromptHashes | None = None,
     ) -> None:
         """`deadline_at` is on the same clock as `now`; `deadline` names it in words."""
         self.arrival = arrival  # by requests, then by answers
         self.arrived_at = now
         self.deadline_at = deadline_at
         self.deadline = deadline or "its deadline"
+        self.prompt = prompt  # None: it is not known where its beginning lies
         self.waiting_since = now  # of the present wait
         self.demand = Demand(prefill_tokens=0, decode_tokens=0)
         self.placed: asyncio.Future[Placement] | None = None

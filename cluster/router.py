@@ -19,6 +19,7 @@ from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
+from legato.cluster.prompt_hashes import PromptHashes
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.text.answer_text import AnswerText
@@ -244,7 +245,12 @@ class Router:
             async with sending:  # gRPC takes one message of a call at a time
                 await send(response)
 
-        entries = self.admission.enter(spec.num_answers, deadline.at, deadline.name)
+        entries = self.admission.enter(
+            spec.num_answers,
+            deadline.at,
+            deadline.name,
+            PromptHashes(spec.prompt_token_ids, spec.cache_salt),
+        )
         min_tokens = spec.sampling.min_tokens
         life = RequestLife(
             spec=spec,

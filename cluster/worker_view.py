@@ -54,12 +54,18 @@ class Cancellable(Protocol):
 class PrefillShare:
     """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed."""
 
-    def __init__(self, view: WorkerView, demand: Demand) -> None:
+    def __init__(self, view: WorkerView, demand: Demand, num_uncached: int | None = None) -> None:
+        """`num_uncached`: tokens that it will have to compute, as far as is known; None: all."""
         self._view = view
-        self._tokens = demand.prefill_tokens
+        self._tokens = demand.prefill_tokens if num_uncached is None else num_uncached
         self._blocks = view.snapshot().blocks_now(demand)
         view.used_blocks += self._blocks
         view.backlog_tokens += self._tokens
+
+    @property
+    def backlog_tokens(self) -> int:
+        """This attempt's part of the worker's."""
+        return self._tokens
 
     def computed(self) -> None:
         """The first token came: the prompt waits no more. Idempotent."""

@@ -12,8 +12,8 @@ from legato.cluster.admission import Admission
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import RequestError
 from legato.cluster.kv_paths import KvPaths
+from legato.cluster.learnt import Learnt
 from legato.cluster.policies import Demand, WorkerSnapshot
-from legato.cluster.prefill_speeds import PrefillSpeeds
 
 if TYPE_CHECKING:
     from legato.cluster.attempt_placement import Placement
@@ -54,7 +54,7 @@ class Pool:
         default_factory=lambda: {"prefill": None, "decode": None}
     )
     paths: KvPaths = field(default_factory=KvPaths)
-    speeds: PrefillSpeeds = field(default_factory=PrefillSpeeds)
+    learnt: Learnt = field(default_factory=Learnt)
 
     def placeable(self, role: Role) -> list[View]:
         return self.prefill if role == "prefill" else self.decode

@@ -101,7 +101,11 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
             )
             now_s = time.monotonic()
             changes = prefixes.take()
-            if report != sent or changes is not None or now_s - sent_at_s >= REPORT_AT_LEAST_EVERY_S - REPORT_EVERY_S:
+            if (
+                report != sent
+                or changes is not None
+                or now_s - sent_at_s >= REPORT_AT_LEAST_EVERY_S - REPORT_EVERY_S
+            ):
                 sent = worker_pb2.WorkerReport(phase=report.phase, load=report.load)
                 if changes is not None:
                     report.prefix_changes.CopyFrom(changes)

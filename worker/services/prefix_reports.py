@@ -1,4 +1,4 @@
-"""PrefixReports: what one watcher is told of a pool's findable blocks, a bounded piece at a time."""
+"""PrefixReports: what one watcher is told of a pool's findable blocks, piece by piece."""
 
 from __future__ import annotations
 
