@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from legato.cluster.admit_gate import AdmitGate, refused
@@ -18,26 +16,16 @@ from legato.cluster.admit_policy import (
     give_up,
     pick_to_displace,
 )
-from legato.cluster.attempt_placement import Placement
-from legato.cluster.dispatch_rules import close_kept, hopeless, over_open_path, smaller
+from legato.cluster.dispatch import Dispatch
+from legato.cluster.dispatch_rules import hopeless
 from legato.cluster.errors import unavailable
-from legato.cluster.policies import (
-    Demand,
-    Knowledge,
-    WorkerSnapshot,
-    counts_as_batch,
-    may_pass,
-    pick_decode,
-    pick_prefill,
-    pick_to_drain,
-    queue_rank,
-)
+from legato.cluster.policies import Demand, may_pass
 from legato.cluster.queue_entry import Entry
-from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import Role
     from legato.cluster.errors import RequestError
@@ -46,7 +34,6 @@ if TYPE_CHECKING:
 
 # Between two looks at who of those that wait cannot meet its deadline any more.
 GIVE_UP_EVERY_S = 0.1
-NOTHING = Demand(prefill_tokens=0, decode_tokens=0)
 
 
 class Admission:
@@ -55,9 +42,7 @@ class Admission:
     `dispatch` is synchronous and runs whenever something changed, so that no two decisions can
     see the same room. Nothing waits for ever: see `_refuse_hopeless`.
 
-    A small request passes a blocked big one until that one is overdue. From then on one worker is
-    closed to all behind it, also while it asks there for a ticket, which may still be refused:
-    the worker alone knows what its answers are expected to grow to.
+    Who has its turn decides `Dispatch`; who may wait, and for how long, `admit_policy`.
     """
 
     def __init__(
@@ -70,11 +55,11 @@ class Admission:
         self._options = options
         self._pool = pool
         self._now = now
-        self._waiting: list[Entry] = []
-        self._asking: list[Entry] = []  # placed, and without the ticket that they need
         self._arrivals = 0
         self._dispatch_due = False
         self._gate = AdmitGate(options, pool, now)
+        self._dispatch = Dispatch(options, pool, self._gate, self.wake)
+        self._waiting = self._dispatch.waiting
         self.times = self._gate.times
         self._gave_up_at = now()
         # The least of what those ask for that cannot start; None: everybody could.
@@ -171,153 +156,11 @@ class Admission:
             now = self._now()
             self._refuse_hopeless(now)
             self._give_up_late(now)
-            self._least_blocked = self._start_all(now)
+            self._least_blocked = self._dispatch.start_all(now)
         self._note_queue()
 
     def _note_queue(self) -> None:
         self._gate.note_queue(waits=bool(self._waiting))
-
-    def _start_all(self, now: float) -> Demand | None:
-        """The least of what those ask for that have to wait."""
-        prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
-        decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
-        closed = self._pool.paths.closed()
-        everyone = tuple(prefills.values()), tuple(decodes.values())
-        any_keeps = any(entry.keeps is not None for entry in self._waiting)
-        smallest_blocked: Demand | None = None  # and not overdue
-        least: Demand | None = None
-        for entry in self._in_order(now):
-            if not any_keeps and not any(w.free_blocks for w in prefills.values()):
-                return NOTHING  # nobody can start
-            demand = entry.demand
-            overdue = now - entry.arrived_at >= self._options.max_passed_over_s
-            if not entry.waits:
-                if overdue and entry.asking is not None:
-                    close_kept(entry, decodes)
-                continue
-            keeps = entry.keeps is not None
-            needs = replace(demand, prefill_tokens=0) if keeps else demand
-            passes = smallest_blocked is None or may_pass(smallest_blocked, needs)
-            if not passes and not overdue:
-                least = smaller(least, demand)
-                continue
-            prefill = None if keeps else pick_prefill(demand, prefills.values())
-            decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
-            has_prefill = prefill is not None or keeps
-            fits = has_prefill and (decode is not None or not demand.decode_tokens)
-            if fits and passes:
-                known = self._learnt_for(entry)
-                if decode is not None and closed:
-                    pair = over_open_path(
-                        entry, prefills.values(), decodes.values(), everyone, closed, known
-                    )
-                    if pair is None:
-                        continue  # not for want of room: it holds up nobody
-                    prefill, decode = pair
-                else:
-                    if decode is not None:
-                        decode = pick_decode(demand, decodes.values(), known)
-                    if prefill is not None:
-                        to = decode.worker_id if decode is not None else None
-                        prefill = pick_prefill(demand, prefills.values(), known, to)
-                self._start(entry, prefill, decode, known)
-                for snapshots, picked in ((prefills, prefill), (decodes, decode)):
-                    view = self._pool.view(picked.worker_id) if picked is not None else None
-                    if view is not None:
-                        snapshots[view.worker_id] = self._snapshot(view)
-                if overdue and decode is not None:
-                    close_kept(entry, decodes)
-                continue
-            least = smaller(least, demand)
-            if overdue:
-                # Also where it has room and only may not pass a younger, interactive one.
-                if not has_prefill or not demand.decode_tokens:
-                    self._keep_free(entry, "prefill", prefills)
-                if demand.decode_tokens and (decode is None or fits):
-                    self._keep_free(entry, "decode", decodes)
-            else:
-                smallest_blocked = smaller(smallest_blocked, demand)
-        return least
-
-    def _learnt_for(self, entry: Entry) -> Knowledge:
-        """Only for one that starts: it costs as much as the prompt has blocks."""
-        views = (*self._pool.placeable("prefill"), *self._pool.placeable("decode"))
-        expected = self._gate.expected_output(entry.demand)
-        return self._pool.learnt.about(entry.prompt, views, expected)
-
-    def _snapshot(self, view: WorkerView) -> WorkerSnapshot:
-        asking = tuple(e.demand for e in self._asking if e.asking == view.worker_id)
-        return replace(view.snapshot(), asking=asking)
-
-    def _in_order(self, now: float) -> list[Entry]:
-        """Those that wait, and those that may be sent back to wait."""
-        for entry in self._waiting:
-            waited_s = now - entry.arrived_at
-            if entry.demand.batch and not counts_as_batch(batch=True, waited_s=waited_s):
-                entry.demand = replace(entry.demand, batch=False)
-        return sorted(
-            (*self._waiting, *self._asking),
-            key=lambda e: queue_rank(
-                batch=e.demand.batch, waited_s=now - e.arrived_at, arrival=e.arrival
-            ),
-        )
-
-    def _start(
-        self,
-        entry: Entry,
-        prefill: WorkerSnapshot | None,
-        decode: WorkerSnapshot | None,
-        known: Knowledge,
-    ) -> None:
-        """`prefill` is None where the entry keeps one."""
-        decode_view = self._pool.view(decode.worker_id) if decode is not None else None
-        if entry.keeps is not None:
-            prefill_view, prefill_share = entry.keeps.prefill, entry.keeps.prefill_share
-        else:
-            view = self._pool.view(prefill.worker_id) if prefill is not None else None
-            assert view is not None, "snapshots are taken from the pool within one dispatch"
-            prefill_view, prefill_share = (
-                view,
-                PrefillShare(view, entry.demand, known.uncached(entry.demand, view.worker_id)),
-            )
-        assert entry.placed is not None, "only waiting entries are started"
-        self._waiting.remove(entry)
-        if decode is not None:
-            entry.asking, entry.has_asked = decode.worker_id, True
-            self._asking.append(entry)
-        elif not entry.has_begun:
-            self._gate.note_ticket(entry.demand)
-        entry.placed.set_result(
-            Placement(
-                demand=entry.demand,
-                prefill=prefill_view,
-                prefill_share=prefill_share,
-                decode=decode_view,
-                decode_share=DecodeShare(decode_view, entry.demand)
-                if decode_view is not None
-                else None,
-                settle=partial(self._settle, entry),
-                wake=self.wake,
-            )
-        )
-
-    def _settle(self, entry: Entry, *, granted: bool) -> None:
-        """The entry's ticket is granted, or it does not ask for one any more. Idempotent."""
-        if entry.asking is not None:
-            entry.asking = None
-            self._asking.remove(entry)
-            if granted and not entry.has_begun:
-                self._gate.note_ticket(entry.demand)
-            self.wake()
-
-    def _keep_free(self, entry: Entry, role: Role, open_workers: dict[str, WorkerSnapshot]) -> None:
-        """Closes one worker to everybody behind an overdue request; always the same one."""
-        kept = open_workers.get(entry.kept_free.get(role, ""))
-        if kept is None:
-            kept = pick_to_drain(entry.demand, open_workers.values())
-        if kept is not None:
-            entry.kept_free[role] = kept.worker_id
-            del open_workers[kept.worker_id]
 
     def _refuse_hopeless(self, now: float) -> None:
         """Fails what no present worker can ever hold, and what waited too long for any worker."""
@@ -351,7 +194,7 @@ class Admission:
             return
         self._gave_up_at = now
         pace, backlog_tokens, ahead = self._gate.pace(), self._gate.backlog_tokens(), Work()
-        for entry in self._in_order(now):
+        for entry in self._dispatch.in_order(now):
             if entry.waits and not entry.has_begun:
                 applicant = self._gate.applicant(entry)
                 refusal = give_up(applicant, ahead, backlog_tokens, pace)

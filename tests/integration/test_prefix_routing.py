@@ -1,4 +1,4 @@
-"""Two prefill and two decode workers: a prompt goes where its beginning is, unless that is loaded."""
+"""Two workers in each pool: a prompt goes where its beginning is, unless that one is loaded."""
 
 from __future__ import annotations
 

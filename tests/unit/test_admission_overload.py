@@ -103,6 +103,7 @@ async def test_a_full_queue_gives_up_the_youngest_batch_request_for_an_interacti
     assert error.retry_after_ms is not None
     assert scene.queue.num_queued == 2
     await scene.arrive("chat-2", 100)
+    assert "gave way" in (await scene.error("batch-1")).message
     await scene.arrive("chat-3", 100)
     assert "limit 2" in (await scene.error("chat-3")).message, "interactive ones fill it"
     await scene.end("running")
