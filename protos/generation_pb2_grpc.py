@@ -55,7 +55,7 @@ class GenerationServicer:
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
         release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-        full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+        full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
         INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

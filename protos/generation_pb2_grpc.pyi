@@ -37,7 +37,7 @@ class GenerationStub:
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
     INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
@@ -52,7 +52,7 @@ class GenerationAsyncStub(GenerationStub):
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
     INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
@@ -70,7 +70,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
         release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-        full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+        full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
         INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
         """
 
