@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.cluster.policies import BATCH_AGEING_S
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 # waited already, and others before it may leave.
 ARRIVAL_MARGIN = 1.5
 QUEUED_WAIT_SHARE = 0.5
-LEAST_LEFT = 0.05  # of the drain, for batch requests: they age, so that something is left
+# Of the drain, what batch requests that have aged are taken to get: they stand before interactive
+# ones then, and are not to be let in by so many that these get nothing.
+AGED_SHARE = 0.25
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
@@ -143,7 +147,7 @@ def estimate_wait_s(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace
     """Seconds in the queue: the longer of what prefill and what the tickets need for all `ahead`.
 
     A batch request has only what interactive ones leave of the tickets, for those that arrive later
-    go before it: what they do not use, or at least what batch requests were seen to get.
+    go before it: what they do not use, or what batch requests were seen to get; until it has aged.
     """
     if not ahead.requests:
         return 0.0
@@ -151,12 +155,16 @@ def estimate_wait_s(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace
     if pace.prefill_tokens_s:
         wait_s = (ahead.prefill_tokens + backlog_tokens) / pace.prefill_tokens_s
     if pace.drain_tokens_s:
-        drain = pace.drain_tokens_s
-        if own.batch:
-            left = drain - pace.offered_tokens_s
-            drain = max(LEAST_LEFT * drain, left, pace.batch_tokens_s)
-        wait_s = max(wait_s, ahead.tokens / drain)
+        wait_s = max(wait_s, _ticket_wait_s(own, ahead.tokens, pace.drain_tokens_s, pace))
     return wait_s
+
+
+def _ticket_wait_s(own: Applicant, tokens: int, drain: float, pace: Pace) -> float:
+    if not own.batch:
+        return tokens / drain
+    left = max(drain - pace.offered_tokens_s, pace.batch_tokens_s)
+    aged_s = BATCH_AGEING_S + tokens / (AGED_SHARE * drain)
+    return min(tokens / left, aged_s) if left > 0.0 else aged_s
 
 
 def estimate_service_s(own: Applicant, pace: Pace) -> float:

@@ -51,4 +51,17 @@ def test_a_flood_costs_no_goodput(tmp_path: Path) -> None:
         report = json.loads(ran.stdout)
     print(json.dumps(report, indent=1))
     print(ran.stderr)
-    assert report["invalid"] == [], "less load than named: try again on a quieter machine"
+    if report["invalid"] and not FULL:
+        pytest.skip(f"less load than named was sent: {report['invalid']}")
+    assert report["invalid"] == []
+    ends = report["flood"]["ends"]
+    total = {end: sum(of[end] for of in ends.values()) for end in ends["batch"]}
+    num_sent = sum(total.values())
+    assert total["failed"] == 0
+    assert total["refused"] >= num_sent / 3, "the load was no flood"
+    assert report["flood"]["refused_without_hint"] == report["probe"]["without_hint"] == 0
+    assert total["late"] <= num_sent / 10
+    assert report["goodput_ratio"] >= 0.6
+    assert report["recovery_s"] is not None
+    if FULL:
+        assert report["wrong"] == []

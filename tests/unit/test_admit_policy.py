@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from legato.cluster.admit_policy import (
+    AGED_SHARE,
     Applicant,
     Pace,
     QueueLimits,
@@ -19,6 +20,7 @@ from legato.cluster.admit_policy import (
     give_up,
     pick_to_displace,
 )
+from legato.cluster.policies import BATCH_AGEING_S
 
 LIMITS = QueueLimits(requests=10, tokens=10_000)
 PACE = Pace(
@@ -95,7 +97,8 @@ def test_batch_requests_have_what_interactive_ones_leave() -> None:
     assert estimate_wait_s(batch, waiting, 0, idle) == pytest.approx(0.2)
     assert estimate_wait_s(batch, waiting, 0, busy) == pytest.approx(1.0)
     flooded = replace(PACE, offered_tokens_s=2000.0)
-    assert estimate_wait_s(batch, waiting, 0, flooded) == pytest.approx(4.0)
+    aged_s = BATCH_AGEING_S + 100 / (AGED_SHARE * 500.0)
+    assert estimate_wait_s(batch, waiting, 0, flooded) == pytest.approx(aged_s)
     seen = replace(flooded, batch_tokens_s=250.0)
     assert estimate_wait_s(batch, waiting, 0, seen) == pytest.approx(0.4)
     assert estimate_wait_s(OWN, waiting, 0, flooded) == pytest.approx(0.2)
