@@ -29,7 +29,8 @@ class Learnt:
     def note_report(self, view: WorkerView, report: worker_pb2.WorkerReport) -> None:
         """A worker tells."""
         if view.endpoint.role == "prefill":
-            self.speeds.note_report(view.worker_id, report.load)
+            has_prompts = view.backlog_tokens > 0
+            self.speeds.note_report(view.worker_id, report.load, has_prompts=has_prompts)
         if report.HasField("prefix_changes"):
             self.prefixes.note(view.worker_id, report.prefix_changes)
 

@@ -17,7 +17,8 @@ FORGET_S = 60.0
 
 
 class PrefillSpeeds:
-    """By the workers' own counters, so that prompts computed in one batch count together.
+    """By the workers' own counters, so that prompts computed in one batch count together. With few
+    and short prompts it is less than the worker could do: a part of a report's time it was idle.
 
     `now` is a monotonic clock in seconds.
     """
@@ -25,14 +26,17 @@ class PrefillSpeeds:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._means: dict[str, DecayingMean] = {}
-        self._last: dict[str, tuple[float, int]] = {}  # of a worker with prompts waiting
+        self._last: dict[str, tuple[float, int]] = {}  # of a worker that had prompts
 
-    def note_report(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
-        """The time between two reports counts where prompts waited at both: it was busy."""
+    def note_report(
+        self, worker_id: str, load: common_pb2.WorkerLoad, *, has_prompts: bool
+    ) -> None:
+        """The time between two reports counts where the worker had prompts at the first one, by the
+        router's books. What was computed then is in it, whether or not more are there at the end.
+        """
         now, last = self._now(), self._last.pop(worker_id, None)
-        if not load.waiting_tokens:
-            return
-        self._last[worker_id] = now, load.prefill_tokens
+        if has_prompts:
+            self._last[worker_id] = now, load.prefill_tokens
         if last is not None and now > last[0] and load.prefill_tokens >= last[1]:
             mean = self._means.setdefault(worker_id, DecayingMean(NEWEST_WEIGHT, FORGET_S))
             mean.add(load.prefill_tokens - last[1], now - last[0], now)

@@ -114,21 +114,26 @@ def test_times_are_forgotten() -> None:
     assert times.start_s is times.output_token_s is None
 
 
-def test_a_prefill_worker_is_measured_between_reports_with_prompts_waiting() -> None:
+def test_a_prefill_worker_is_measured_from_reports_at_which_it_had_prompts() -> None:
     clock = Clock()
     speeds = PrefillSpeeds(clock)
 
-    def report(waiting: int, done: int) -> None:
-        speeds.note_report("p", common_pb2.WorkerLoad(waiting_tokens=waiting, prefill_tokens=done))
+    def report(done: int, *, has_prompts: bool = True) -> None:
+        load = common_pb2.WorkerLoad(prefill_tokens=done)
+        speeds.note_report("p", load, has_prompts=has_prompts)
         clock.now += 0.05
 
-    report(0, 0)
-    report(500, 100)
+    report(0, has_prompts=False)
+    report(100)
     assert speeds.tokens_s("p") is None
-    report(400, 200)
-    report(0, 250)  # it may have been idle since
-    assert speeds.tokens_s("p") == pytest.approx(2000)
-    assert speeds.pool_tokens_s(["p", "q"]) == pytest.approx(4000)
+    report(100)  # a long step
+    report(300, has_prompts=False)  # its end counts, though nothing is left
+    report(300, has_prompts=False)
+    assert speeds.tokens_s("p") == pytest.approx(400)
+    for done in range(300, 3300, 100):
+        report(done)
+    assert speeds.tokens_s("p") == pytest.approx(2000, rel=0.1)
+    assert speeds.pool_tokens_s(["p", "q"]) == pytest.approx(4000, rel=0.1)
     assert speeds.pool_tokens_s(["q"]) is None
     speeds.forget("p")
     assert speeds.tokens_s("p") is None
