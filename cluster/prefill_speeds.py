@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from legato.cluster.decaying_mean import DecayingMean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from legato.protos import common_pb2
 
-NEWEST_WEIGHT = 0.1  # of one report's; they come up to 20 times a second
+# Of busy time: what was so long ago counts 1/e. By time and not by reports, for a long step is many
+# reports without a token, and then all of them at once.
+TIME_CONSTANT_S = 10.0
 FORGET_S = 60.0
+LEAST_S = 0.2  # of busy time; less says nothing
+
+
+@dataclass
+class _Busy:
+    """What a worker computed in its busy time, the newest weighing most."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    at: float = 0.0
 
 
 class PrefillSpeeds:
@@ -25,7 +37,7 @@ class PrefillSpeeds:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._means: dict[str, DecayingMean] = {}
+        self._busy: dict[str, _Busy] = {}
         self._last: dict[str, tuple[float, int]] = {}  # of a worker that had prompts
 
     def note_report(
@@ -37,19 +49,25 @@ class PrefillSpeeds:
         now, last = self._now(), self._last.pop(worker_id, None)
         if has_prompts:
             self._last[worker_id] = now, load.prefill_tokens
-        if last is not None and now > last[0] and load.prefill_tokens >= last[1]:
-            mean = self._means.setdefault(worker_id, DecayingMean(NEWEST_WEIGHT, FORGET_S))
-            mean.add(load.prefill_tokens - last[1], now - last[0], now)
+        if last is None or load.prefill_tokens < last[1]:
+            return
+        busy, seconds = self._busy.setdefault(worker_id, _Busy()), now - last[0]
+        keep = math.exp(-seconds / TIME_CONSTANT_S) if now - busy.at <= FORGET_S else 0.0
+        busy.tokens = keep * busy.tokens + load.prefill_tokens - last[1]
+        busy.seconds = keep * busy.seconds + seconds
+        busy.at = now
 
     def forget(self, worker_id: str) -> None:
         """The worker has gone."""
-        self._means.pop(worker_id, None)
+        self._busy.pop(worker_id, None)
         self._last.pop(worker_id, None)
 
     def tokens_s(self, worker_id: str) -> float | None:
         """Of one worker; None: not measured of late."""
-        mean = self._means.get(worker_id)
-        return (mean.value(self._now()) or None) if mean is not None else None
+        busy = self._busy.get(worker_id)
+        if busy is None or self._now() - busy.at > FORGET_S or busy.seconds < LEAST_S:
+            return None
+        return busy.tokens / busy.seconds or None
 
     def pool_tokens_s(self, worker_ids: Collection[str]) -> float | None:
         """Of all of them; one that was not measured counts as the mean of the others."""

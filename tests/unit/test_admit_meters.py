@@ -124,16 +124,29 @@ def test_a_prefill_worker_is_measured_from_reports_at_which_it_had_prompts() -> 
         clock.now += 0.05
 
     report(0, has_prompts=False)
-    report(100)
-    assert speeds.tokens_s("p") is None
-    report(100)  # a long step
-    report(300, has_prompts=False)  # its end counts, though nothing is left
-    report(300, has_prompts=False)
-    assert speeds.tokens_s("p") == pytest.approx(400)
-    for done in range(300, 3300, 100):
+    for done in (100, 100, 100, 100, 100):
         report(done)
-    assert speeds.tokens_s("p") == pytest.approx(2000, rel=0.1)
-    assert speeds.pool_tokens_s(["p", "q"]) == pytest.approx(4000, rel=0.1)
+    report(700, has_prompts=False)  # its end counts, though nothing is left
+    report(700, has_prompts=False)
+    assert speeds.tokens_s("p") == pytest.approx(2400, rel=0.02)
+    assert speeds.pool_tokens_s(["p", "q"]) == pytest.approx(4800, rel=0.02)
     assert speeds.pool_tokens_s(["q"]) is None
+    clock.now += 61.0
+    assert speeds.tokens_s("p") is None
+
+
+def test_a_step_of_many_reports_is_no_slow_worker() -> None:
+    clock = Clock()
+    speeds = PrefillSpeeds(clock)
+    done = 0
+    for _ in range(20):
+        for tick in range(40):  # two seconds
+            load = common_pb2.WorkerLoad(prefill_tokens=done)
+            speeds.note_report("p", load, has_prompts=True)
+            clock.now += 0.05
+            speed = speeds.tokens_s("p")
+            assert done == 0 or tick < 2 or (speed is not None and speed > 400)
+        done += 2000
+    assert speed == pytest.approx(1000, rel=0.2)
     speeds.forget("p")
     assert speeds.tokens_s("p") is None
