@@ -16,7 +16,7 @@ import asyncio
 import json
 import sys
 
-from legato.bench.overload.run import Plan, run
+from legato.bench.overload.run import NoPeakError, Plan, run
 
 
 def main() -> int:
@@ -33,7 +33,11 @@ def main() -> int:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
     plan = Plan(args.address, args.peak_s, args.flood_s, args.factor, args.streams, args.seed)
-    report = asyncio.run(run(plan))
+    report: dict[str, object]
+    try:
+        report = asyncio.run(run(plan))
+    except NoPeakError as error:
+        report = {"invalid": [str(error)], "wrong": []}
     print(json.dumps(report))
     for name in ("invalid", "wrong"):
         for sentence in report[name]:  # type: ignore[attr-defined]  # a list of sentences

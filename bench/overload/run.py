@@ -1,4 +1,4 @@
-"""OverloadRun: peak, flood and recovery of one running service."""
+"""run: peak, flood and recovery of one running service."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ NORMAL_TTFT, NORMAL_EXTRA_S = 3.0, 0.05
 GIVE_UP_RECOVERY_S = 30.0
 NUM_IDLE = 12
 CALL_S = 60.0
+
+
+class NoPeakError(Exception):
+    """The closed loop did not show what the service can do."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,11 @@ class Probe:
 
 
 async def run(plan: Plan) -> dict[str, object]:
-    """The JSON line; its "invalid" and "wrong" are empty where all is as it must be."""
+    """The JSON line; its "invalid" and "wrong" are empty where all is as it must be.
+
+    Raises:
+        NoPeakError: there is nothing to measure the flood by.
+    """
     async with grpc.aio.insecure_channel(
         plan.address, options=[("grpc.enable_http_proxy", 0)]
     ) as channel:
@@ -136,10 +144,13 @@ async def _peak(stub: generation_pb2_grpc.GenerationAsyncStub, plan: Plan) -> Pe
     done = [o.latency_s for o in outcomes if o.end is End.FINISHED]
     if len(done) < len(outcomes) or not done:
         texts = sorted({o.text for o in outcomes if o.text})[:3]
-        raise RuntimeError(
+        raise NoPeakError(
             f"{len(outcomes) - len(done)} requests of the closed loop failed: {texts}"
         )
-    return Peak(**rate_within(outcomes, begin_s, end_s), median_s=quantile(done, 0.5) or 0.0)
+    peak = Peak(**rate_within(outcomes, begin_s, end_s), median_s=quantile(done, 0.5) or 0.0)
+    if not peak.requests_s:
+        raise NoPeakError(f"no request of the closed loop finished within {plan.peak_s:g} s")
+    return peak
 
 
 async def _sample(memory: ServiceMemory, samples: list[dict[str, int]], flood_s: float) -> None:
