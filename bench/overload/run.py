@@ -29,6 +29,7 @@ INTERACTIVE_PATIENCE, BATCH_PATIENCE = 4.0, 12.0
 NORMAL_TTFT, NORMAL_EXTRA_S = 3.0, 0.05
 GIVE_UP_RECOVERY_S = 30.0
 NUM_IDLE = 12
+LEAST_ANSWERS = 4.0  # the flood lasts so many times a median answer, or says nothing
 CALL_S = 60.0
 
 
@@ -148,6 +149,11 @@ async def _peak(stub: generation_pb2_grpc.GenerationAsyncStub, plan: Plan) -> Pe
             f"{len(outcomes) - len(done)} requests of the closed loop failed: {texts}"
         )
     peak = Peak(**rate_within(outcomes, begin_s, end_s), median_s=quantile(done, 0.5) or 0.0)
+    if plan.flood_s < LEAST_ANSWERS * peak.median_s or plan.peak_s < peak.median_s:
+        raise NoPeakError(
+            f"an answer takes {peak.median_s:.3g} s: a closed loop of {plan.peak_s:g} s and a flood "
+            f"of {plan.flood_s:g} s are too short to tell anything"
+        )
     if not peak.requests_s:
         raise NoPeakError(f"no request of the closed loop finished within {plan.peak_s:g} s")
     return peak
