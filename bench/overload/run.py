@@ -151,8 +151,8 @@ async def _peak(stub: generation_pb2_grpc.GenerationAsyncStub, plan: Plan) -> Pe
     peak = Peak(**rate_within(outcomes, begin_s, end_s), median_s=quantile(done, 0.5) or 0.0)
     if plan.flood_s < LEAST_ANSWERS * peak.median_s or plan.peak_s < peak.median_s:
         raise NoPeakError(
-            f"an answer takes {peak.median_s:.3g} s: a closed loop of {plan.peak_s:g} s and a flood "
-            f"of {plan.flood_s:g} s are too short to tell anything"
+            f"an answer takes {peak.median_s:.3g} s: a closed loop of {plan.peak_s:g} s, "
+            f"or a flood of {plan.flood_s:g} s, is too short to tell anything"
         )
     if not peak.requests_s:
         raise NoPeakError(f"no request of the closed loop finished within {plan.peak_s:g} s")
