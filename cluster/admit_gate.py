@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.admit_policy import Refusal
     from legato.cluster.config import RouterOptions
+    from legato.cluster.deadline import Deadline
     from legato.cluster.policies import Demand
     from legato.cluster.pool_view import PoolView
     from legato.cluster.queue_entry import Entry
@@ -86,12 +87,12 @@ class AdmitGate:
 
     def applicant(self, entry: Entry) -> Applicant:
         """An entry as the policy sees it."""
-        return self.newcomer(entry.demand, entry.deadline_at - self._now(), entry.deadline)
+        return self.newcomer(entry.demand, entry.deadline)
 
-    def newcomer(self, demand: Demand, left_s: float, deadline: str) -> Applicant:
+    def newcomer(self, demand: Demand, deadline: Deadline) -> Applicant:
         """A request that is no entry yet."""
-        longest = self.expected_output(demand)
-        return Applicant(self.work(demand), longest, demand.batch, left_s, deadline)
+        longest, left_s = self.expected_output(demand), deadline.at - self._now()
+        return Applicant(self.work(demand), longest, demand.batch, left_s, deadline.name)
 
     def expected_output(self, demand: Demand) -> int:
         """Tokens of each answer."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from legato.cluster.answer import Ending
+from legato.cluster.blame import was_well
 from legato.cluster.worker_calls import WorkerFaultError
 from legato.protos import common_pb2, generation_pb2
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from legato.cluster.answer import Answer
+    from legato.cluster.load_window import LoadWindow
     from legato.cluster.queue_entry import Entry
     from legato.cluster.request import RequestSpec
+    from legato.cluster.request_log import RequestLog
     from legato.cluster.timings import Phase, PhaseClock
     from legato.cluster.worker_calls import PathFailedError
     from legato.cluster.worker_view import WorkerView
@@ -34,9 +37,12 @@ class AnswerLife:
     clock: PhaseClock
     send: Send  # hands a message to gRPC; returns when the client's flow control took it
     token_text: Callable[[int], str]
+    log: RequestLog
+    window: LoadWindow | None = None  # where its waits are counted, if anywhere
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
     failures: int = 0
+    strikes: int = 0  # failures that may be the request's own doing, since it was last well
     failed_paths: tuple[PathFailedError, ...] = ()  # its KV did not get over these
     no_way_since_s: float | None = None  # when the first of them failed, on the monotonic clock
     refusals: int = 0
@@ -54,6 +60,23 @@ class AnswerLife:
         """Tokens that the attempt may generate, those that come again included."""
         return self.spec.max_tokens - self.num_replayed
 
+    def enter(self, phase: Phase) -> None:
+        """The running phase ends, and `phase` begins."""
+        self.clock.enter(phase)
+        self.note("phase", phase=phase.name.lower(), tokens=len(self.answer.token_ids))
+
+    def note(self, event: str, **fields: str | int | None) -> None:
+        """In the request log."""
+        self.log.note(event, request=self.spec.request_id, answer=self.index, **fields)
+
+    def note_begun(self, attempt: int, prefill: str | None, decode: str | None) -> None:
+        """These workers have it, in the attempt of this number. `prefill` None: its KV moved."""
+        self.note("begun", attempt=attempt, prefill=prefill, decode=decode)
+
+    def note_left(self, attempt: int) -> None:
+        """The workers of that attempt have nothing of it any more."""
+        self.note("left", attempt=attempt, tokens=len(self.answer.token_ids))
+
     def begin(self, prefill_kv_tokens: int) -> None:
         """An attempt begins: with all tokens so far, or as many as prefill has room for.
 
@@ -63,6 +86,10 @@ class AnswerLife:
         room = max(0, prefill_kv_tokens - len(self.spec.prompt_token_ids))
         self.num_replayed = min(len(self.answer.token_ids), room)
         self.answer.begin(self.num_replayed)
+
+    def begin_moved(self) -> None:
+        """The attempt goes on at another worker, which has the KV of all tokens but the last."""
+        self.num_replayed = self.answer.num_taken
 
     def take(
         self,
@@ -94,10 +121,18 @@ class AnswerLife:
             self.no_way_since_s = None
         return was
 
+    @property
+    def was_well(self) -> bool:
+        """Whether the attempt that is ending had decoded for a while."""
+        num_new_tokens = len(self.answer.token_ids) - self.num_replayed
+        return was_well(self.clock.phase, self.clock.in_phase_s, num_new_tokens)
+
     async def deliver(self, delta: generation_pb2.Delta) -> None:
         """One message with what is new, unless nothing is."""
         if delta.token_ids or delta.text:
-            self.clock.mark_first_token()
+            ttft_s = self.clock.mark_first_token()
+            if ttft_s is not None and self.window is not None:
+                self.window.note_first_token(ttft_s)
             await self._tell(generation_pb2.GenerateResponse(delta=delta))
 
     async def finish(self, ending: Ending) -> None:
@@ -133,6 +168,13 @@ class AnswerLife:
         self.timings.kv_transfer_s += done.transfer_s
         self.timings.handoff_reused_tokens += done.reused_tokens
 
+    def count_move(self, moved: worker_pb2.Moved) -> None:
+        """The KV is with another decode worker."""
+        self.timings.moves += 1
+        self.timings.kv_bytes_handed_over += moved.kv_bytes
+        self.timings.kv_transfer_s += moved.transfer_s
+        self.timings.handoff_reused_tokens += moved.reused_tokens
+
     async def _tell(self, response: generation_pb2.GenerateResponse) -> None:
         response.index = self.index
         response.request_id = self.spec.request_id
@@ -164,4 +206,4 @@ class DecodeFigures:
 def enter(answers: Iterable[AnswerLife], phase: Phase) -> None:
     """For answers that are served together."""
     for answer in answers:
-        answer.clock.enter(phase)
+        answer.enter(phase)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from legato.cluster.answer_life import DecodeFigures, enter
+from legato.cluster.answer_life import enter
+from legato.cluster.decode_stream import DecodeStream
 from legato.cluster.handover import Handover
 from legato.cluster.policies import prefills_locally
 from legato.cluster.timings import Phase
-from legato.cluster.worker_calls import (
-    DecodeCall,
-    PrefillCall,
-    WorkerFailedError,
-    WorkerFaultError,
-)
+from legato.cluster.worker_calls import DecodeCall, PrefillCall
 from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
@@ -29,6 +25,9 @@ if TYPE_CHECKING:
 
 # The hand-off's figures are sent right after the commit that lets decode begin.
 HANDOFF_FIGURES_TIMEOUT_S = 1.0
+# What the remote way costs beside the model is measured on prompts as short as this at least: of
+# long ones the hand-off goes on while they are computed.
+MEASURED_TOKENS = 128
 
 
 class Attempt:
@@ -45,6 +44,7 @@ class Attempt:
         self._decode: DecodeCall | None = None
         self._prefill: PrefillCall | None = None
         self._handover: Handover | None = None
+        self._number = life.tries
 
     async def run(self) -> None:
         """Returns when no answer is left in the group; then, and where it raises, no call is open
@@ -54,15 +54,22 @@ class Attempt:
             AttemptEndedError: another try may go on with those that are left.
             RequestError: no other is to be made.
         """
+        prefill, decode = self._placement.prefill, self._placement.decode
+        for answer in self._group.values():
+            answer.note_begun(
+                self._number, prefill.worker_id, decode.worker_id if decode is not None else None
+            )
         try:
             await self._serve()
         finally:
             self._close()
-            if self._handover is not None:
-                try:
+            try:
+                if self._handover is not None:
                     await self._handover.ended()
-                finally:
-                    self._close()
+            finally:
+                self._close()
+                for answer in self._group.values():
+                    answer.note_left(self._number)
 
     def _close(self) -> None:
         """Idempotent."""
@@ -76,6 +83,8 @@ class Attempt:
     async def _serve(self) -> None:
         life, group, placement = self._life, self._group, self._placement
         request = _prefill_request(life, group)
+        if placement.is_colocated:
+            request.num_answers = 1
         reserve: worker_pb2.Reserve | None = None
         placed_at_s = time.monotonic()
 
@@ -92,8 +101,13 @@ class Attempt:
         # Prefill: the first tokens go to the client while the KV is still moving.
         life.has_begun = True
         enter(group.values(), Phase.PREFILL)
-        may_be_local = self._may_be_local(request)
-        if self._decode is not None and may_be_local and self._is_local(request):
+        may_be_local = self._is_short(request, life.local_prefill_tokens)
+        if self._decode is not None and placement.is_colocated:
+            first = await self._decode.start_locally()
+            placement.computed()
+            tokens, news = self._take_first(first, self._decode.view.worker_id)
+            self._let_others_go()
+        elif self._decode is not None and may_be_local and self._is_local(request):
             placement.handed_over()
             first = await self._decode.start_locally()
             tokens, news = self._take_first(first, self._decode.view.worker_id)
@@ -113,10 +127,11 @@ class Attempt:
 
         if self._handover is not None:
             await self._handover.joined()
-            if may_be_local and not self._handover.num_retargets:
+            limit = max(life.local_prefill_tokens, MEASURED_TOKENS)
+            if self._is_short(request, limit) and not self._handover.num_retargets:
                 spent_s = self._handover.joined_at_s - ticket_at_s
                 life.costs.note_overhead(max(0.0, spent_s - first.wait_s - first.model_s))
-            self._decode = self._handover.decode
+            self._decode, self._placement = self._handover.decode, self._handover.placement
         else:
             assert self._decode is not None, "without a decode worker the first token is the last"
             await self._decode.joined()
@@ -125,14 +140,10 @@ class Attempt:
 
     # --- prefill ------------------------------------------------------------------------------
 
-    def _may_be_local(self, request: worker_pb2.PrefillRequest) -> bool:
-        """Whether it is so short for the decode worker that either way might be taken."""
+    def _is_short(self, request: worker_pb2.PrefillRequest, limit: int) -> bool:
+        """Whether the decode worker lacks the KV of so few tokens of the only answer's prompt."""
         uncached = len(request.token_ids) - request.ticket.cached_tokens
-        return (
-            request.HasField("ticket")
-            and request.num_answers == 1
-            and uncached <= self._life.local_prefill_tokens
-        )
+        return request.HasField("ticket") and request.num_answers == 1 and uncached <= limit
 
     def _is_local(self, request: worker_pb2.PrefillRequest) -> bool:
         placement, life = self._placement, self._life
@@ -170,68 +181,47 @@ class Attempt:
         """The tokens of the answers that go on, by their number, and what is to be told."""
         tokens: dict[int, int] = {}
         news: News = []
-        for (number, answer), start in zip(tuple(self._group.items()), first.answers, strict=True):
+        begun = tuple(self._group.items())[: len(first.answers)]
+        for (number, answer), start in zip(begun, first.answers, strict=True):
             answer.count_prefill(first, worker_id)
             reason = start.finish_reason if start.finished else None
             if self._decode is None and reason is None:  # max_tokens leaves nothing to decode
                 reason = common_pb2.FINISH_REASON_LENGTH
             delta, ending = answer.take([start.token], reason)
             news.append((answer, delta, ending))
-            answer.clock.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
+            answer.enter(Phase.HANDOFF if ending is None else Phase.DELIVERY)
             if ending is not None:
-                del self._group[number]
+                self._group.pop(number).note_left(self._number)
             else:
                 tokens[number] = start.token.token_id
         return tokens, news
 
+    def _let_others_go(self) -> None:
+        """A colocated worker has begun the first answer; the others find its prompt's KV there."""
+        for number in [n for n in self._group if n > 0]:
+            answer = self._group.pop(number)
+            answer.note_left(self._number)
+            self._life.go_on_alone(answer)
+
     # --- decode -------------------------------------------------------------------------------
 
     async def _pass_on(self, decode: DecodeCall) -> None:
-        """One message to the client for each from the worker; the next is read when gRPC took it,
-        so a slow client holds back its own stream and fills no buffer here.
-        """
-        life, group = self._life, self._group
-        enter(group.values(), Phase.DECODE)
         figures_due_s = time.monotonic() + HANDOFF_FIGURES_TIMEOUT_S
-        figures = {n: DecodeFigures(a, decode.view.worker_id) for n, a in group.items()}
-        stopped: set[int] = set()
-        while group:
-            asked_at_s = time.monotonic()
-            event = await decode.next_of_answer()
-            waited_s = time.monotonic() - asked_at_s
-            number = event.answer
-            if number in stopped:  # it was on its way when Stop was sent
-                continue
-            if number not in group:
-                raise WorkerFaultError(
-                    f"worker {decode.view.worker_id} goes on with answer {number}: it is not there"
-                )
-            answer = group[number]
-            if isinstance(event, worker_pb2.Preempted):
-                del group[number]
-                answer.num_preemptions = max(answer.num_preemptions + 1, event.num_preemptions)
-                life.go_on_alone(answer)
-                continue
-            life.admission.times.note_output(len(event.tokens), waited_s * len(group))
-            figures[number].count(event)
-            cut_short = event.finish_reason == common_pb2.FINISH_REASON_CANCELLED
-            finished = event.finished and not cut_short
-            delta, ending = answer.take(event.tokens, event.finish_reason if finished else None)
-            if ending is not None:
-                answer.clock.enter(Phase.DELIVERY)
-                del group[number]
-                if not finished:
-                    stopped.add(number)
-                    await decode.stop(number)
-                    if not group:
-                        await decode.end()
-                if self._handover is not None:
-                    await self._handover.figures(figures_due_s)
-                if not group:
-                    self._close()
-            await life.deliver(answer, delta, ending)
-            if ending is None and cut_short:
-                raise WorkerFailedError(decode.view, "it ended the sequence early")
+
+        async def figures() -> None:
+            if self._handover is not None:
+                await self._handover.figures(figures_due_s)
+
+        stream = DecodeStream(
+            self._life,
+            self._group,
+            decode,
+            self._placement,
+            attempt=self._number,
+            on_end=self._close,
+            before_end=figures,
+        )
+        await stream.pass_on()
 
     def _note_success(self) -> None:
         """Those that served have failed nobody since."""
@@ -266,5 +256,5 @@ def _reserve(
         priority=common_pb2.PRIORITY_BATCH if demand.batch else common_pb2.PRIORITY_INTERACTIVE,
         arrival=group[0].entry.arrival,
         num_preemptions=group[0].num_preemptions,
-        num_answers=len(group),
+        num_answers=request.num_answers,
     )

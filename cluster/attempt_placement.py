@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """Given out by the queue; whoever has it releases it."""
+    """Given out by the queue; whoever has it releases it. A colocated worker is both."""
 
     demand: Demand  # as it stood then: a batch request that had waited long is none any more
     prefill: WorkerView
@@ -23,6 +23,11 @@ class Placement:
     decode_share: DecodeShare | None
     settle: Callable[..., None]  # the decode worker is asked no more; `granted`: it said yes
     wake: Callable[[], None]
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether one worker computes the prompt and decodes."""
+        return self.prefill is self.decode
 
     def granted(self) -> None:
         """The decode worker gave a ticket."""

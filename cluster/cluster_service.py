@@ -8,23 +8,24 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
+
 from legato.cluster.error_status import with_status
-from legato.cluster.errors import invalid, unavailable
-from legato.cluster.pool_view import ROLES
+from legato.cluster.errors import RequestError, invalid, unavailable
+from legato.cluster.pool import MAX_POOL_SIZE
+from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
+from legato.cluster.roles import WIRE_ROLES, role_of
 from legato.cluster.worker_view import ViewState
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    import grpc
+    from collections.abc import Coroutine, Mapping
 
     from legato.cluster.control_plane import Role
     from legato.cluster.router import Router
 
 CONTROL_TIMEOUT_S = 2.0  # for status: an answer without the controller is better than none
 COMMAND_TIMEOUT_S = 8.0  # less than a client waits
-MAX_POOL_SIZE = 1024
 DEFAULT_DRAIN_S = 10.0
 MAX_DRAIN_S = 600.0
 
@@ -46,13 +47,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.GetStatusResponse:
         """See cluster.proto. Answers within CONTROL_TIMEOUT_S, whatever the controller does."""
         router = self._router
+        pools, autoscaler = await asyncio.gather(self._pools(), self._autoscaler())
         counters = router.counters
         return cluster_pb2.GetStatusResponse(
             model=router.model_name,
             version=router.version,
             uptime_s=time.monotonic() - router.started_at,
             ready=router.ready,
-            pools=await self._pools(),
+            pools=pools,
             router=cluster_pb2.RouterStatus(
                 queued=router.admission.num_queued,
                 in_flight=router.num_in_flight,
@@ -61,9 +63,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 cancelled=counters.cancelled,
                 refused=counters.refused,
                 moved=counters.moved,
+                moved_with_kv=counters.moved_with_kv,
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,
+            autoscaler=autoscaler,
         )
 
     @with_status
@@ -74,12 +78,30 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ScalePoolResponse:
         """See cluster.proto."""
         targets = read_targets(request)
-        result = await _asked(self._router.control.scale(targets))
-        return cluster_pb2.ScalePoolResponse(
-            targets=[
-                cluster_pb2.PoolTarget(role=ROLES[role], target=target)
-                for role, target in result.items()
-            ]
+        try:
+            result = await _asked(self._router.control.scale(targets))
+        except ValueError as error:  # an autoscaled pool's range is the controller's to know
+            raise invalid(f"targets: {error}") from error
+        return cluster_pb2.ScalePoolResponse(targets=_wire_targets(result))
+
+    @with_status
+    async def ChangeRole(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.ChangeRoleRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.ChangeRoleResponse:
+        """See cluster.proto."""
+        role = _read_role("role", request.role)
+        try:
+            change = await _asked(self._router.control.change_role(request.worker_id, role))
+        except UnknownWorkerError as error:
+            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except RoleChangeRefusedError as error:
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        return cluster_pb2.ChangeRoleResponse(
+            worker_id=change.worker_id, targets=_wire_targets(change.targets)
         )
 
     @with_status
@@ -101,6 +123,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """The controller's pools with the loads that the router sees."""
         try:
             told = await asyncio.wait_for(self._router.control.pools(), CONTROL_TIMEOUT_S)
+        except (TimeoutError, ConnectionError) as error:
+            log.warning("the controller did not tell its pools: %s", error)
+            return self._own_pools()
         except Exception:
             log.exception("the controller did not tell its pools")
             return self._own_pools()
@@ -117,10 +142,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                     pool.message = pool.message or f"{view.worker_id} is lost: {view.lost_reason}"
         return pools
 
+    async def _autoscaler(self) -> cluster_pb2.AutoscalerStatus | None:
+        if not self._router.options.reports_load:
+            return None
+        try:
+            return await asyncio.wait_for(self._router.control.autoscaler(), CONTROL_TIMEOUT_S)
+        except Exception:
+            log.exception("the controller did not tell of its autoscaler")
+            return None
+
     def _own_pools(self) -> list[cluster_pb2.PoolStatus]:
         pools = []
-        for role, proto_role in ROLES.items():
+        for role, proto_role in WIRE_ROLES.items():
             views = [v for v in self._router.pool.views() if v.endpoint.role == role]
+            if role == "colocated" and not views:
+                continue
             pools.append(
                 cluster_pb2.PoolStatus(
                     role=proto_role,
@@ -152,6 +188,23 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wait_for(call, COMMAND_TIMEOUT_S)
     except TimeoutError:
         raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
+    except ConnectionError as error:  # it restarts, or is gone, or cannot do it now
+        raise unavailable(str(error)) from error
+
+
+def _wire_targets(targets: Mapping[Role, int]) -> list[cluster_pb2.PoolTarget]:
+    return [
+        cluster_pb2.PoolTarget(role=WIRE_ROLES[role], target=target)
+        for role, target in targets.items()
+    ]
+
+
+def _read_role(field: str, number: int) -> Role:
+    """Raises RequestError naming field, value and limit."""
+    if (role := role_of(number)) is None:
+        names = " or ".join(f"{name} ({wire})" for name, wire in WIRE_ROLES.items())
+        raise invalid(f"{field} is {number}; it must be {names}")
+    return role
 
 
 def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
@@ -162,15 +215,9 @@ def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
     """
     if not request.targets:
         raise invalid("targets is empty: name at least one pool and its size")
-    names = {proto_role: role for role, proto_role in ROLES.items()}
     targets: dict[Role, int] = {}
     for index, item in enumerate(request.targets):
-        role = names.get(item.role)
-        if role is None:
-            raise invalid(
-                f"targets[{index}].role is {item.role}; "
-                f"it must be {' or '.join(f'{r} ({number})' for number, r in names.items())}"
-            )
+        role = _read_role(f"targets[{index}].role", item.role)
         if role in targets:
             raise invalid(f"targets[{index}].role is {role} again; name each pool once")
         if not item.HasField("target"):

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
+
+if TYPE_CHECKING:
+    from legato.cluster.autoscale_options import AutoscaleOptions
+    from legato.cluster.control_plane import Role
 
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
@@ -58,24 +64,30 @@ class RouterOptions:
     default_deadline_s: float = 600.0
     # No report of a worker for this long: it hangs, and is left out.
     worker_silence_s: float = 2.0
-    # How often a request may be moved to other workers after a loss.
+    # So many losses of workers that may have been a request's own doing (see `blame`), or
+    # so many refusals in a row, end it.
     max_attempts: int = 4
     # A small request may pass a blocked bigger one until that one has waited this long.
     max_passed_over_s: float = 2.0
-    # No worker of a role for this long: a request that needs one fails with UNAVAILABLE.
+    # No worker of a role for this long: a request that needs one fails with UNAVAILABLE, unless its
+    # client has set a deadline: then it waits until that is near.
     worker_wait_s: float = 30.0
     # Prompt tokens without KV on the decode worker that it may compute itself, where that costs
     # less than prefill elsewhere and the hand-off; 0 is off.
     local_prefill_tokens: int = 128
+    # A file for lines about every request; see docs/operations.md.
+    request_log: str | None = None
+    reports_load: bool = False  # to the controller, once a second: where the pools are autoscaled
 
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """One service: a model, two pools, a router."""
+    """One service: a model, its pools, one router or more."""
 
     model: str
     prefill_workers: int = 1
     decode_workers: int = 1
+    colocated_workers: int = 0  # compute prompts and decode
     ray_address: str | None = None  # None: a local Ray of our own
     # Where workers listen: an address, or "auto": loopback, or, where the Ray cluster has more
     # than one node, each node's own address.
@@ -84,15 +96,51 @@ class ServiceConfig:
     # and one GPU where the device is cuda.
     worker_cpus: float | None = None
     worker_gpus: float | None = None
+    # Of the workers of one role; what it says of CPUs and GPUs goes before the two above.
+    prefill_resources: ResourceDemand = NO_DEMAND
+    decode_resources: ResourceDemand = NO_DEMAND
+    colocated_resources: ResourceDemand = NO_DEMAND
     start_timeout_s: float = 120.0
+    restart: bool = True  # replace workers that are lost
+    # On the ports from `router.port` on, or on any free ones where that is 0.
+    num_routers: int = 1
     engine: EngineOptions = EngineOptions()
     # Of the decode workers, where they differ from `engine`: see `legato.protos.kv_fit`.
     decode_dtype: str | None = None
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
+    autoscale: AutoscaleOptions | None = None
+
+    @property
+    def pool_sizes(self) -> dict[Role, int]:
+        """How many workers each pool begins with."""
+        return {
+            "prefill": self.prefill_workers,
+            "decode": self.decode_workers,
+            "colocated": self.colocated_workers,
+        }
+
+    @property
+    def resources(self) -> dict[Role, ResourceDemand]:
+        """What is said of the workers of each role."""
+        return {
+            "prefill": self.prefill_resources,
+            "decode": self.decode_resources,
+            "colocated": self.colocated_resources,
+        }
+
+    @property
+    def num_workers(self) -> int:
+        """Of all pools."""
+        return sum(self.pool_sizes.values())
+
+    @property
+    def asks_cpus(self) -> bool:
+        """Whether workers ask for CPUs on a Ray of our own too."""
+        return any((self.worker_cpus, *(asked.cpus for asked in self.resources.values())))
 
     def decode_engine(self) -> EngineOptions:
-        """What decode workers are told; `engine` is for the prefill workers."""
+        """What decode workers are told; `engine` is for the others."""
         return replace(
             self.engine,
             dtype=self.decode_dtype or self.engine.dtype,

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from legato.cluster.role_change import RoleChange
+    from legato.cluster.router_load import RouterLoad
     from legato.protos import cluster_pb2
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "colocated"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,24 @@ class ControlPlane(Protocol):
         """Sets targets of the pools named; returns those of both."""
         ...
 
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """Begins a worker's change of role. ValueError where it may not: an UnknownWorkerError or a
+        RoleChangeRefusedError, or of another class where the words of the request are wrong.
+        """
+        ...
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Begins the orderly end of the whole service; returns at once."""
         ...
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """The router saw this worker hang or die on the data path: replace it."""
+        ...
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """Where the pools are autoscaled: what this router sees, once a second."""
+        ...
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """Where the pools are autoscaled: ranges, needs and the last decisions."""
         ...

@@ -11,8 +11,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from legato.cluster.adoption import ControllerMemory, WorkerMemory, plan_adoption
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.pool import (
+    MAX_POOL_SIZE,
     ControllerOptions,
     Drain,
     Kill,
@@ -23,21 +25,18 @@ from legato.cluster.pool import (
     decide,
     describe,
 )
+from legato.cluster.pool_pressure import PoolSize
+from legato.cluster.role_change import RoleChange, check_role_change, find_worker
+from legato.cluster.roles import ROLES, WIRE_ROLES
 from legato.protos import cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+    from legato.cluster.adoption import FoundWorker
     from legato.cluster.control_plane import Role
 
 log = logging.getLogger(__name__)
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-MAX_POOL_SIZE = 1024
-
-WIRE_ROLE: dict[Role, common_pb2.WorkerRole.ValueType] = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
 _WIRE_PHASE = {
     WorkerState.STARTING: common_pb2.WORKER_PHASE_STARTING,
     WorkerState.READY: common_pb2.WORKER_PHASE_READY,
@@ -63,6 +62,10 @@ class Launcher(Protocol):
         """Leads to `on_ready` or `on_dead`, and to `on_dead` whenever the process ends."""
         ...
 
+    def adopt(self, name: str, role: Role) -> None:
+        """A worker that an earlier controller started: leads to what `start` leads to."""
+        ...
+
     def drain(self, name: str, timeout_s: float) -> None:
         """No new work; running work has `timeout_s`. Leads to `on_drained`."""
         ...
@@ -71,13 +74,33 @@ class Launcher(Protocol):
         """Ends the process, whatever it does."""
         ...
 
+    def retire(self, name: str, timeout_s: float) -> None:
+        """As `drain`, of one that goes on in another role: its server stays until `rebuild`, for
+        a router that does not hear a worker on its list reports it lost.
+        """
+        ...
+
+    def rebuild(self, name: str, new_name: str, role: Role) -> None:
+        """The retired worker `name` goes on as `new_name` in another role, with the weights that it
+        has. Leads to what `start` leads to; `name` is no more.
+        """
+        ...
+
+    def obstacle(self, before: Role, after: Role) -> str:
+        """Why no worker of the one role can go on in the other, or nothing."""
+        ...
+
     def waiting_for(self, name: str) -> str:
         """What the start of this worker waits for, such as a GPU or its weights, or nothing."""
         ...
 
+    def lacks_room(self, name: str) -> bool:
+        """Whether its start waits for a node with room: it has not begun, and may not time out."""
+        ...
+
 
 class Controller:
-    """Both pools. Publishes the full list of workers to the router on every change."""
+    """All pools. Publishes the full list of workers to the router on every change."""
 
     def __init__(
         self,
@@ -85,30 +108,65 @@ class Controller:
         publish: Callable[[tuple[WorkerEndpoint, ...]], None],
         targets: Mapping[Role, int],
         options: ControllerOptions | None = None,
+        remember: Callable[[ControllerMemory], None] = lambda _: None,
     ) -> None:
+        """`remember` gets what a next controller must know, before the launcher is told of it."""
         self._launcher = launcher
         self._publish = publish
+        self._remember = remember
         self._options = options or ControllerOptions()
-        self._pools = {role: Pool(role, _checked_size(role, targets[role])) for role in ROLES}
+        sizes = {role: _checked_size(role, targets.get(role, 0)) for role in ROLES}
+        self._pools = {role: Pool(role, size) for role, size in sizes.items()}
         self._published: tuple[WorkerEndpoint, ...] = ()
         self._closed = False
+        self._held = ""  # why nothing can be started
         self._num_started = dict.fromkeys(ROLES, 0)
+        self._remembered: ControllerMemory | None = None
+
+    def adopt(self, memory: ControllerMemory, found: Iterable[FoundWorker], now_s: float) -> None:
+        """Takes over from a controller whose process ended; before the first `step`.
+
+        Publishes once, when all of it is known: a part of the list would have routers drop workers
+        that serve.
+        """
+        self._num_started.update(memory.num_started)
+        self._closed = self._closed or memory.closed
+        for role, target in memory.targets.items():
+            self._pools[role].target = target
+            self._pools[role].num_lost = memory.num_lost[role]
+        adoption = plan_adoption(memory, found, now_s, self._options)
+        for record in adoption.records:
+            self._pools[record.role].workers[record.name] = record
+            log.info("worker %s (%s) is taken over", record.name, record.state.value)
+        self._publish_changes()
+        for record in adoption.records:
+            self._launcher.adopt(record.name, record.role)
+            if record.state is WorkerState.DRAINING:
+                self._launcher.drain(record.name, self._options.drain_timeout_s)
+        for name, reason in adoption.ended.items():
+            log.warning("worker %s is ended: %s", name, reason)
+            self._launcher.kill(name)
+
+    def hold(self, reason: str) -> None:
+        """Nothing can be started for now; "" lets it again. All else goes on."""
+        self._held = reason
 
     def step(self, now_s: float) -> None:
         """Takes the actions that `decide` names, and publishes if the workers changed."""
         if self._closed:
             return
+        self._remember_changes()
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
-            for action in decide(pool, now_s, self._options):
+            for worker in pool.in_state(WorkerState.STARTING):
+                if self._launcher.lacks_room(worker.name):
+                    worker.since_s = now_s
+            for action in decide(pool, now_s, self._options, self._num_arriving(pool)):
                 match action:
-                    case Start():
+                    case Start() if not self._held:
                         self._start(pool, now_s)
                     case Drain(name):
-                        pool.workers[name].move(WorkerState.DRAINING, now_s)
-                        # The router first: it must send nothing new to a worker that refuses it.
-                        self._publish_changes()
-                        self._launcher.drain(name, self._options.drain_timeout_s)
+                        self._drain(pool.workers[name], now_s)
                     case Kill(name, reason, failed):
                         waiting = self._launcher.waiting_for(name)
                         reason = f"{reason}: {waiting}" if waiting else reason
@@ -124,15 +182,37 @@ class Controller:
         sizes = {role: _checked_size(role, size) for role, size in targets.items()}
         for role, size in sizes.items():
             pool = self._pools[role]
-            if size != pool.target:
-                pool.target = size
+            if size != pool.target or pool.num_lost:
+                pool.target, pool.num_lost = size, 0
                 pool.note_success()  # the operator asks anew: try at once
         self.step(now_s)
-        return {role: pool.target for role, pool in self._pools.items()}
+        return self._targets()
+
+    def change_role(self, worker_id: str, role: Role, now_s: float) -> RoleChange:
+        """The worker drains in its pool and goes on in another: both targets change by one. Where
+        it ends meanwhile, the other pool starts a new one as for any that it lacks.
+
+        Raises:
+            UnknownWorkerError: nobody's id is, or begins with, `worker_id`.
+            RoleChangeRefusedError: it may not, or not now.
+            ValueError: no such pool, or the id begins several.
+        """
+        target = self._pools[_checked_role(role)]
+        pool, worker = find_worker(self._pools.values(), worker_id)
+        obstacle = self._launcher.obstacle(pool.role, role)
+        check_role_change(pool, worker, target, MAX_POOL_SIZE, obstacle)
+        log.info("worker %s (%s) is to become %s", worker.name, worker.known_id, role)
+        pool.target = max(0, pool.target - 1)
+        target.target += 1
+        worker.becomes = role
+        self._drain(worker, now_s)
+        self.step(now_s)
+        return RoleChange(worker.known_id, self._targets())
 
     def close(self) -> None:
         """The service ends: from now on nothing is started or scaled."""
         self._closed = True
+        self._remember_changes()
 
     # Events. One about a worker that is no longer known is old news: the kill that was asked for
     # and the death that follows it cross on the way.
@@ -145,7 +225,17 @@ class Controller:
         worker.move(WorkerState.READY, now_s)
         worker.endpoint = WorkerEndpoint(started.worker_id, worker.role, started.address)
         worker.pid, worker.host = started.pid, started.host
-        log.info("worker %s (%s) is ready", worker.name, _known_id(worker))
+        log.info("worker %s (%s) is ready", worker.name, worker.known_id)
+        self.step(now_s)
+
+    def on_leaving(self, name: str, now_s: float) -> None:
+        """The worker's process was told to end: it drains, and is replaced at once."""
+        pool, worker = self._find(name)
+        if pool is None or worker is None or worker.state is not WorkerState.READY:
+            return
+        worker.move(WorkerState.DRAINING, now_s)
+        self._publish_changes()
+        self._launcher.drain(name, self._options.drain_timeout_s)
         self.step(now_s)
 
     def on_dead(self, name: str, reason: str, now_s: float, *, permanent: bool = False) -> None:
@@ -160,12 +250,21 @@ class Controller:
         self._end(pool, worker, reason, now_s, failed=failed, permanent=permanent)
         self.step(now_s)
 
+    def pardon(self, name: str, now_s: float) -> None:
+        """This worker, whose end is known, ended because its node was lost: no failed start."""
+        for pool in self._pools.values():
+            pool.pardon(name)
+        self.step(now_s)
+
     def on_drained(self, name: str, now_s: float) -> None:
         """The worker has nothing left to do."""
         pool, worker = self._find(name)
         if pool is None or worker is None:
             return
-        self._end(pool, worker, "drained", now_s, failed=False)
+        if worker.becomes is not None and not self._closed and self._wants(worker.becomes):
+            self._rebuild(pool, worker, worker.becomes, now_s)
+        else:
+            self._end(pool, worker, "drained", now_s, failed=False)
         self.step(now_s)
 
     def report_lost(self, worker_id: str, reason: str, now_s: float) -> None:
@@ -189,7 +288,21 @@ class Controller:
 
     def pools(self, now_s: float) -> list[cluster_pb2.PoolStatus]:
         """Targets and workers; the loads are the router's to add."""
-        return [self._pool_status(pool, now_s) for pool in self._pools.values()]
+        return [self._pool_status(pool, now_s) for pool in self._shown_pools()]
+
+    def ready_ids(self, role: Role) -> tuple[str, ...]:
+        """Worker ids of the pool that serve and do not drain."""
+        ready = self._pools[role].in_state(WorkerState.READY)
+        return tuple(w.endpoint.worker_id for w in ready if w.endpoint is not None)
+
+    def size_of(self, role: Role) -> PoolSize:
+        """Of one pool, for the autoscaler."""
+        pool = self._pools[role]
+        return PoolSize(
+            target=pool.target,
+            ready=len(pool.in_state(WorkerState.READY)),
+            starting=len(pool.in_state(WorkerState.STARTING)),
+        )
 
     def worker_names(self) -> list[str]:
         """Of every live worker."""
@@ -199,8 +312,9 @@ class Controller:
         """Why a pool cannot reach its target by itself any more; empty while it may."""
         for pool in self._pools.values():
             ready = len(pool.in_state(WorkerState.READY))
-            if ready < pool.target and pool.gives_up(self._options):
-                return pool.last_failure
+            if ready < pool.target and (pool.num_lost or pool.gives_up(self._options)):
+                row = pool.failed_starts
+                return pool.last_failure + (f"; {row} starts failed in a row" if row > 1 else "")
         return ""
 
     def _pool_status(self, pool: Pool, now_s: float) -> cluster_pb2.PoolStatus:
@@ -209,20 +323,63 @@ class Controller:
             for worker in pool.in_state(WorkerState.STARTING)
             if (text := self._launcher.waiting_for(worker.name))
         ]
+        message = describe(pool, now_s, self._options, waiting, self._num_arriving(pool))
         return cluster_pb2.PoolStatus(
-            role=WIRE_ROLE[pool.role],
+            role=WIRE_ROLES[pool.role],
             target=pool.target,
             ready=len(pool.in_state(WorkerState.READY)),
             workers=[_worker_status(worker) for worker in pool.workers.values()],
-            message=describe(pool, now_s, self._options, waiting),
+            message="; ".join(text for text in (message, self._held) if text),
         )
 
+    def _shown_pools(self) -> list[Pool]:
+        """Without a colocated one that nobody asked for."""
+        return [
+            pool
+            for pool in self._pools.values()
+            if pool.role != "colocated" or pool.target or pool.workers
+        ]
+
+    def _targets(self) -> dict[Role, int]:
+        return {pool.role: pool.target for pool in self._shown_pools()}
+
     def _start(self, pool: Pool, now_s: float) -> None:
+        worker = self._new_worker(pool, now_s)
+        log.info("worker %s starts", worker.name)
+        self._launcher.start(worker.name, pool.role)
+
+    def _new_worker(self, pool: Pool, now_s: float) -> WorkerRecord:
         self._num_started[pool.role] += 1
         name = f"{pool.role}-{self._num_started[pool.role]}"
-        pool.workers[name] = WorkerRecord(name, pool.role, WorkerState.STARTING, now_s)
-        log.info("worker %s starts", name)
-        self._launcher.start(name, pool.role)
+        worker = pool.workers[name] = WorkerRecord(name, pool.role, WorkerState.STARTING, now_s)
+        self._remember_changes()
+        return worker
+
+    def _drain(self, worker: WorkerRecord, now_s: float) -> None:
+        worker.move(WorkerState.DRAINING, now_s)
+        # The router first: it must send nothing new to a worker that refuses it.
+        self._publish_changes()
+        drain = self._launcher.drain if worker.becomes is None else self._launcher.retire
+        drain(worker.name, self._options.drain_timeout_s)
+
+    # A change of role: the worker drains in one pool, and starts in the other.
+
+    def _num_arriving(self, pool: Pool) -> int:
+        return sum(w.becomes == pool.role for p in self._pools.values() for w in p.workers.values())
+
+    def _wants(self, role: Role) -> bool:
+        pool = self._pools[role]
+        there = pool.in_state(WorkerState.STARTING, WorkerState.READY)
+        return len(there) < pool.target
+
+    def _rebuild(self, pool: Pool, worker: WorkerRecord, role: Role, now_s: float) -> None:
+        worker.move(WorkerState.DEAD, now_s)
+        del pool.workers[worker.name]
+        self._publish_changes()
+        successor = self._new_worker(self._pools[role], now_s)
+        successor.predecessor = worker.known_id
+        log.info("worker %s (%s) goes on as %s", worker.name, worker.known_id, successor.name)
+        self._launcher.rebuild(worker.name, successor.name, role)
 
     def _end(
         self,
@@ -236,12 +393,20 @@ class Controller:
     ) -> None:
         if failed:
             pool.note_failed_start(
-                f"{worker.name}: {reason}", now_s, self._options, permanent=permanent
+                worker.name,
+                reason,
+                now_s,
+                self._options,
+                was_ready=worker.state is WorkerState.READY,
+                permanent=permanent,
             )
         elif worker.state is WorkerState.READY:
             pool.note_success()  # it lived long: the replacement starts at once
+        if not self._options.restart and (failed or worker.state is WorkerState.READY):
+            pool.num_lost += 1
+            pool.last_failure = f"{worker.name}: {reason}"
         level = logging.INFO if worker.state is WorkerState.DRAINING else logging.WARNING
-        log.log(level, "worker %s (%s) ended: %s", worker.name, _known_id(worker), reason)
+        log.log(level, "worker %s (%s) ended: %s", worker.name, worker.known_id, reason)
         worker.move(WorkerState.DEAD, now_s)
         del pool.workers[worker.name]
         self._publish_changes()  # before the kill: nothing new may go there
@@ -253,33 +418,54 @@ class Controller:
                 return pool, pool.workers[name]
         return None, None
 
+    def _remember_changes(self) -> None:
+        memory = ControllerMemory(
+            targets={role: pool.target for role, pool in self._pools.items()},
+            num_started=dict(self._num_started),
+            workers={
+                worker.name: WorkerMemory(worker.role, worker.state)
+                for pool in self._pools.values()
+                for worker in pool.workers.values()
+            },
+            num_lost={role: pool.num_lost for role, pool in self._pools.items()},
+            closed=self._closed,
+        )
+        if memory != self._remembered:
+            self._remembered = memory
+            self._remember(memory)
+
     def _publish_changes(self) -> None:
+        self._remember_changes()
         endpoints = self.endpoints()
         if endpoints != self._published:
             self._published = endpoints
             self._publish(endpoints)
 
 
-def _checked_size(role: str, size: int) -> int:
+def _checked_role(role: Role) -> Role:
     if role not in ROLES:
-        raise ValueError(f"pool must be prefill or decode, got {role!r}")
+        raise ValueError(f"pool must be {' or '.join(ROLES)}, got {role!r}")
+    return role
+
+
+def _checked_size(role: Role, size: int) -> int:
+    _checked_role(role)
     if not 0 <= size <= MAX_POOL_SIZE:
         raise ValueError(f"{role} must be in [0, {MAX_POOL_SIZE}], got {size}")
     return size
 
 
-def _known_id(worker: WorkerRecord) -> str:
-    """As others know it, once it serves."""
-    return worker.endpoint.worker_id if worker.endpoint else worker.name
-
-
 def _worker_status(worker: WorkerRecord) -> cluster_pb2.WorkerStatus:
     endpoint = worker.endpoint
     return cluster_pb2.WorkerStatus(
-        worker_id=_known_id(worker),
-        role=WIRE_ROLE[worker.role],
+        worker_id=worker.known_id,
+        role=WIRE_ROLES[worker.role],
         phase=_WIRE_PHASE[worker.state],
         address=endpoint.address if endpoint else "",
         pid=worker.pid,
         host=worker.host,
+        becomes=common_pb2.WORKER_ROLE_UNSPECIFIED
+        if worker.becomes is None
+        else WIRE_ROLES[worker.becomes],
+        predecessor=worker.predecessor,
     )

@@ -7,8 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from legato.cluster.attempt_placement import Placement
+from legato.cluster.colocation import one_answer, pick_colocated, prefers_colocated
 from legato.cluster.dispatch_rules import close_kept, over_open_path, smaller
 from legato.cluster.policies import (
+    NOTHING_KNOWN,
     Demand,
     Knowledge,
     WorkerSnapshot,
@@ -22,11 +24,13 @@ from legato.cluster.policies import (
 from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from legato.cluster.admit_gate import AdmitGate
+    from legato.cluster.colocation import Apart
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import Role
+    from legato.cluster.policies import PrefillCosts
     from legato.cluster.pool_view import PoolView
     from legato.cluster.queue_entry import Entry
 
@@ -47,32 +51,37 @@ class Dispatch:
         pool: PoolView,
         gate: AdmitGate,
         wake: Callable[[], None],
+        costs: Callable[[float], PrefillCosts],
     ) -> None:
-        """`wake`: to be called where something has changed."""
+        """`wake`: to be called where something has changed; `costs`: as `PrefillCostBook.costs`."""
         self.waiting: list[Entry] = []
         self._asking: list[Entry] = []  # placed, and without the ticket that they need
         self._options = options
         self._pool = pool
         self._gate = gate
         self._wake = wake
+        self._costs = costs
 
     def start_all(self, now: float) -> Demand | None:
         """Starts who may; returns the least of what those ask for that have to wait."""
         prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
         decodes = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("decode")}
+        alone = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("colocated")}
         closed = self._pool.paths.closed()
         everyone = tuple(prefills.values()), tuple(decodes.values())
         any_keeps = any(entry.keeps is not None for entry in self.waiting)
         smallest_blocked: Demand | None = None  # and not overdue
         least: Demand | None = None
         for entry in self.in_order(now):
-            if not any_keeps and not any(w.free_blocks for w in prefills.values()):
+            if not any_keeps and not any(
+                w.free_blocks for w in (*prefills.values(), *alone.values())
+            ):
                 return NOTHING  # nobody can start
             demand = entry.demand
             overdue = now - entry.arrived_at >= self._options.max_passed_over_s
             if not entry.waits:
                 if overdue and entry.asking is not None:
-                    close_kept(entry, decodes)
+                    close_kept(entry, decodes, alone)
                 continue
             keeps = entry.keeps is not None
             needs = replace(demand, prefill_tokens=0) if keeps else demand
@@ -84,6 +93,19 @@ class Dispatch:
             decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
             has_prefill = prefill is not None or keeps
             fits = has_prefill and (decode is not None or not demand.decode_tokens)
+            if passes and not keeps and alone:
+                apart: Apart = (prefill, decode) if fits else None
+                if apart is not None and decode is not None and closed:
+                    apart = over_open_path(
+                        entry, prefills.values(), decodes.values(), everyone, closed, NOTHING_KNOWN
+                    )
+                colocated = self._choose_colocated(demand, alone.values(), apart)
+                if colocated is not None:
+                    self._start(entry, colocated, colocated, self._learnt_for(entry))
+                    self._refresh(alone, colocated)
+                    if overdue:
+                        close_kept(entry, decodes, alone)
+                    continue
             if fits and passes:
                 known = self._learnt_for(entry)
                 if decode is not None and closed:
@@ -101,11 +123,10 @@ class Dispatch:
                         prefill = pick_prefill(demand, prefills.values(), known, to)
                 self._start(entry, prefill, decode, known)
                 for snapshots, picked in ((prefills, prefill), (decodes, decode)):
-                    view = self._pool.view(picked.worker_id) if picked is not None else None
-                    if view is not None:
-                        snapshots[view.worker_id] = self._snapshot(view)
+                    if picked is not None:
+                        self._refresh(snapshots, picked)
                 if overdue and decode is not None:
-                    close_kept(entry, decodes)
+                    close_kept(entry, decodes, alone)
                 continue
             least = smaller(least, demand)
             if overdue:
@@ -114,13 +135,36 @@ class Dispatch:
                     self._keep_free(entry, "prefill", prefills)
                 if demand.decode_tokens and (decode is None or fits):
                     self._keep_free(entry, "decode", decodes)
+                if not keeps:
+                    self._keep_free(entry, "colocated", alone)
             else:
                 smallest_blocked = smaller(smallest_blocked, demand)
         return least
 
+    def _choose_colocated(
+        self, demand: Demand, workers: Iterable[WorkerSnapshot], pair: Apart
+    ) -> WorkerSnapshot | None:
+        """The colocated worker that the request goes to; None: it goes to the pair, or waits."""
+        demand = one_answer(demand)
+        colocated = pick_colocated(demand, workers)
+        if colocated is None:
+            return None
+        costs = self._costs(colocated.local_token_s)
+        return colocated if prefers_colocated(demand, colocated, pair, costs) else None
+
+    def _refresh(self, snapshots: dict[str, WorkerSnapshot], picked: WorkerSnapshot) -> None:
+        """After a start."""
+        view = self._pool.view(picked.worker_id)
+        if view is not None:
+            snapshots[view.worker_id] = self._snapshot(view)
+
     def _learnt_for(self, entry: Entry) -> Knowledge:
         """Only for one that starts: it costs as much as the prompt has blocks."""
-        views = (*self._pool.placeable("prefill"), *self._pool.placeable("decode"))
+        views = (
+            *self._pool.placeable("prefill"),
+            *self._pool.placeable("decode"),
+            *self._pool.placeable("colocated"),
+        )
         expected = self._gate.expected_output(entry.demand)
         return self._pool.learnt.about(entry.prompt, views, expected)
 
@@ -148,7 +192,9 @@ class Dispatch:
         decode: WorkerSnapshot | None,
         known: Knowledge,
     ) -> None:
-        """`prefill` is None where the entry keeps one."""
+        """`prefill` is None where the entry keeps one, and is `decode` where that is colocated."""
+        if decode is not None and decode.role == "colocated":
+            entry.demand = one_answer(entry.demand)
         decode_view = self._pool.view(decode.worker_id) if decode is not None else None
         if entry.keeps is not None:
             prefill_view, prefill_share = entry.keeps.prefill, entry.keeps.prefill_share

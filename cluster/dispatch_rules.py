@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from legato.cluster.colocation import one_answer
 from legato.cluster.path_policies import has_open_path, pick_pair, pick_reachable
 from legato.cluster.policies import Demand
 
@@ -54,19 +55,32 @@ def smaller(blocked: Demand | None, demand: Demand) -> Demand:
     )
 
 
-def close_kept(entry: Entry, decodes: dict[str, WorkerSnapshot]) -> None:
+def close_kept(
+    entry: Entry, decodes: dict[str, WorkerSnapshot], alone: dict[str, WorkerSnapshot]
+) -> None:
     """Of an overdue request that asks for a ticket: it may be refused, and must find no less room
     than there is now.
     """
-    for worker_id in (entry.asking, entry.kept_free.get("decode")):
+    kept = entry.kept_free
+    for worker_id in (entry.asking, kept.get("decode"), kept.get("colocated")):
         if worker_id is not None:
             decodes.pop(worker_id, None)
+            alone.pop(worker_id, None)
+
+
+def can_ever_hold(workers: Iterable[WorkerSnapshot], demand: Demand) -> bool:
+    """Whether one of them is large enough."""
+    return any(
+        w.can_ever_hold(one_answer(demand) if w.role == "colocated" else demand) for w in workers
+    )
 
 
 def hopeless(demand: Demand, workers: Sequence[WorkerSnapshot]) -> str:
     """Why none of these workers can ever hold it, in a sentence."""
     largest = max(workers, key=lambda w: w.total_blocks * w.block_size)
-    need = demand.prefill_tokens if largest.role == "prefill" else demand.decode_tokens
+    need = demand.decode_tokens
+    if largest.role == "prefill" or not demand.decode_tokens:
+        need = demand.prefill_tokens
     each = ""
     if largest.role == "decode" and demand.num_answers > 1:
         each = f" for each of its {demand.num_answers} answers"

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from legato.cluster.errors import RequestError
+from legato.protos.retry_hint import hint_trailer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 T = TypeVar("T")
+Trailers = tuple[tuple[str, str | bytes], ...]
 log = logging.getLogger(__name__)
 
 
@@ -34,9 +36,7 @@ def with_status(
         try:
             return await handler(servicer, request, context)
         except RequestError as error:
-            retry_ms = error.retry_after_ms
-            metadata = () if retry_ms is None else (("retry-after-ms", str(retry_ms)),)
-            await context.abort(error.code, error.message, metadata)
+            await context.abort(error.code, error.message, _trailers(error))
         except Exception as error:
             if isinstance(error, grpc.aio.AbortError):
                 raise
@@ -48,3 +48,11 @@ def with_status(
         raise AssertionError("abort always raises")
 
     return handle
+
+
+def _trailers(error: RequestError) -> Trailers:
+    retry_ms = error.retry_after_ms
+    if retry_ms is None:
+        return ()
+    number: int = error.code.value[0]
+    return ("retry-after-ms", str(retry_ms)), hint_trailer(number, error.message, retry_ms / 1000)

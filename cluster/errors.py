@@ -7,6 +7,7 @@ import reprlib
 import grpc
 
 MAX_SHOWN_CHARS = 80  # of one value in a sentence
+UNAVAILABLE_RETRY_MS = 1000  # about what a worker or a router needs to come back
 # Never walks the whole of a huge or deep value.
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 4 * MAX_SHOWN_CHARS
@@ -16,7 +17,8 @@ _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
 class RequestError(Exception):
     """Carries the status code and the sentence that the client gets.
 
-    `retry_after_ms` goes out as trailing metadata `retry-after-ms`: when to try again.
+    `retry_after_ms`: when to try again. It goes out in the status details, see
+    `legato.protos.retry_hint`, and as trailing metadata `retry-after-ms`.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ def invalid(message: str) -> RequestError:
 
 def unavailable(message: str) -> RequestError:
     """UNAVAILABLE: `message` names what is missing."""
-    return RequestError(grpc.StatusCode.UNAVAILABLE, message)
+    return RequestError(grpc.StatusCode.UNAVAILABLE, message, retry_after_ms=UNAVAILABLE_RETRY_MS)
 
 
 def shown(value: object) -> str:

@@ -84,7 +84,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.GetModelResponse:
         """See generation.proto."""
         router = self._router
-        limits, identity = router.pool.limits(), router.pool.references.get("decode")
+        limits, references = router.pool.limits(), router.pool.references
+        identity = references.get("decode", references.get("colocated"))
         if limits is None or identity is None:
             raise unavailable(f"no worker told its limits yet: {router.missing()}")
         return generation_pb2.GetModelResponse(

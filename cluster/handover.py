@@ -57,6 +57,7 @@ class Handover:
         self.joined_at_s = 0.0  # on the monotonic clock
         self.num_retargets = 0
         self._life = life
+        self._number = reserve.key.attempt
         self._group = group
         self._prefill = prefill
         self._reserve = reserve
@@ -188,7 +189,7 @@ class Handover:
         """Unless the router lacks the decode worker as well: then it is that one's loss."""
         prefill, decode = self._prefill.view, self.decode.view
         if decode.state is not ViewState.READY:
-            return WorkerFailedError(decode, f"hand-off failed: {reason}")
+            return WorkerFailedError(decode, f"hand-off failed: {reason}", gone=True)
         error = PathFailedError(prefill, decode, reason, refused=refused)
         self._life.pool.paths.failed(error.path)
         return error
@@ -213,6 +214,7 @@ class Handover:
         await self._prefill.retarget(ticket, self.decode.view.endpoint.address)
         for answer in self._group.values():
             answer.timings.retargets += 1
+            answer.note("retargeted", attempt=self._number, decode=self.decode.view.worker_id)
 
     async def _take_ticket(self, lost: AttemptEndedError) -> worker_pb2.KvTicket:
         """Asks one decode worker after the other, as the queue finds room on them."""
@@ -221,7 +223,7 @@ class Handover:
             self.decode.close()
             self.placement.give_up_decode()
             answers = tuple(self._group.values())
-            life.note_end(error, self.placement.demand, answers)
+            life.note_end(error, self.placement.demand, answers, kv_under_way=True)
             first = answers[0]
             demand = replace(self.placement.demand, avoid=first.avoid)
             self.placement = await life.admission.place(
@@ -229,9 +231,9 @@ class Handover:
             )
             assert self.placement.decode is not None, "there is something to decode"
             life.tries += 1
-            self.decode = DecodeCall(self.placement.decode, life.seconds_left())
             self._reserve.key.attempt = life.tries
             try:
+                self.decode = DecodeCall(self.placement.decode, life.seconds_left())
                 ticket = await self.decode.reserve(self._reserve)
             except AttemptEndedError as ended:
                 error = ended

@@ -38,6 +38,10 @@ class Heartbeat:
         """Seconds since the last answer, or since the start."""
         return self._now() - self._heard_at
 
+    def forgive(self) -> None:
+        """Counts its silence from now on: it has just begun to serve, or been ended."""
+        self._heard_at = self._now()
+
     def stop(self) -> None:
         """Ends the asking."""
         self._ended.set()
@@ -54,3 +58,9 @@ class Heartbeat:
                 except grpc.RpcError:
                     continue  # counted by silent_for_s
                 self._heard_at = self._now()
+
+
+def dial_address(address: str) -> str:
+    """Where a client on this machine reaches a server that may listen on every interface."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from legato.cluster.errors import ServiceError
-from legato.cluster.heartbeat import SILENCE_S, Heartbeat
-from legato.cluster.placement import place
+from legato.cluster.heartbeat import dial_address
+from legato.cluster.placement import check_own, place
 from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
+from legato.cluster.roles import role_of
 from legato.cluster.version import legato_version
-from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
+from legato.protos import cluster_pb2, cluster_pb2_grpc
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from legato.cluster.config import ServiceConfig
 
 POLL_S = 0.1
+JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
+MAX_PORT = 65535
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
 
@@ -73,18 +76,20 @@ class Owner:
         self._stop = stop
         self._ray: RayService | None = None
         self._temp: RayTemp | None = None
-        self._heartbeat: Heartbeat | None = None
 
     def start(self) -> str:
-        """Returns the public address when every worker asked for is ready.
+        """Returns the public addresses, joined by commas, when every worker asked for is ready.
 
         Raises:
             ServiceError: one sentence with what to do.
             StartInterruptedError: a signal came first.
         """
         config = self._config
-        check_port(config.router.host, config.router.port)
+        for port in router_ports(config):
+            check_port(config.router.host, port)
         ray_address = self._ray_address()
+        if ray_address is None:
+            self._check_own()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
         from legato.cluster.actors.model_path import resolve_model_path
@@ -97,60 +102,76 @@ class Owner:
             raise ServiceError(str(error)) from error
         self._check_stop()
         self._ray = service = RayService()
-        num_workers = config.prefill_workers + config.decode_workers
         if ray_address is None:
             self._progress.state("starting Ray")
             self._temp = RayTemp()
-            facts = service.start_own(self._temp.ray_folder, num_workers + 2)
+            # Our actors need no CPU of Ray's; where the user counts them, these are the machine's.
+            cores = len(os.sched_getaffinity(0))
+            num_actors = config.num_workers + 1 + config.num_routers
+            facts = service.start_own(
+                self._temp.ray_folder, cores if config.asks_cpus else num_actors
+            )
             self._progress.stage("Ray started")
         else:
             self._progress.state(f"joining Ray at {ray_address}")
-            with _Watchdog(config.start_timeout_s, f"joining Ray at {ray_address}"):
+            bound_s = min(JOIN_TIMEOUT_S, config.start_timeout_s)
+            with _Watchdog(bound_s, f"joining Ray at {ray_address}"):
                 facts = service.join(ray_address)
-            self._progress.stage(f"joined Ray at {ray_address}, nodes: {facts.num_nodes}")
+            self._progress.stage(f"joined Ray at {ray_address}, nodes: {len(facts.nodes)}")
         self._stop.install()
         self._check_stop()
         try:
-            placement = place(config, facts)
+            placements = place(config, facts)
         except ValueError as error:
             raise ServiceError(str(error)) from error
         # Nodes have files of their own: there a hub id, or demo, is looked up again, by each.
-        everywhere = facts.num_nodes == 1 or Path(config.model).exists()
+        everywhere = len(facts.nodes) == 1 or Path(config.model).exists()
         service.launch(
             WorkerPlan(
                 model=str(model_path) if everywhere else config.model,
-                engines={"prefill": config.engine, "decode": config.decode_engine()},
-                placement=placement,
-                spread=facts.num_nodes > 1,
+                engines={
+                    "prefill": config.engine,
+                    "decode": config.decode_engine(),
+                    "colocated": config.engine,
+                },
+                placements=placements,
+                spread=len(facts.nodes) > 1,
+                nodes_may_come=facts.joined and service.nodes_may_come(),
             ),
             RouterPlan(
                 options=config.router,
+                num_routers=config.num_routers,
                 model_path=str(model_path),
                 model_name=config.model,
                 version=legato_version(),
                 owner_pid=os.getpid(),
                 owner_host=socket.gethostname(),
             ),
-            {"prefill": config.prefill_workers, "decode": config.decode_workers},
-            ControllerOptions(start_timeout_s=config.start_timeout_s),
+            config.pool_sizes,
+            ControllerOptions(
+                start_timeout_s=config.start_timeout_s,
+                restart=config.restart,
+                autoscale=config.autoscale,
+            ),
         )
         return self._wait_until_ready(service)
 
     def wait(self) -> float:
         """Returns when the end is asked for: the seconds that running requests have.
 
+        Routers and controller that die or hang meanwhile are started again. Where the head of our
+        own Ray is lost, what runs serves on.
+
         Raises:
-            ServiceError: the router or the controller is gone.
+            ServiceError: they are gone for good.
         """
         service = self._running()
         while not self._stop.count:
+            for news in service.tend():
+                self._progress.stage(news)
             if failure := service.failure():
                 raise ServiceError(f"{failure}; ending the service")
-            if self._heartbeat is not None and self._heartbeat.silent_for_s > SILENCE_S:
-                raise ServiceError(
-                    f"the router has not answered for {SILENCE_S:g} s; ending the service"
-                )
-            asked = service.shutdown_asked()
+            asked = service.end_asked()
             if asked is not None:
                 return asked
             time.sleep(POLL_S)
@@ -168,8 +189,6 @@ class Owner:
         off, since nobody comes to say it then.
         """
         service, signals = self._ray, self._stop.count
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
         try:
             if service is not None and drain_timeout_s is not None:
                 self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
@@ -183,12 +202,27 @@ class Owner:
                     service.close()
             if self._temp is not None:
                 self._temp.remove()
+            if service is not None and service.head_lost:
+                self._leave(because)
             self._ray = self._temp = None
 
-    def _await(self, service: RayService, call: object, bound_s: float, signals: int) -> None:
+    def _leave(self, because: str) -> None:
+        """Ends this process without Ray's own farewell, which would wait for the lost head for
+        seconds, and make the folder anew.
+        """
+        if because:
+            print(f"legato: {because}", file=sys.stderr, flush=True)
+        else:
+            self._progress.stage("ended")
+        os._exit(1 if because else 0)
+
+    def _await(
+        self, service: RayService, calls: list[object], bound_s: float, signals: int
+    ) -> None:
         deadline_s = time.monotonic() + bound_s + 5
         while self._stop.count == signals and time.monotonic() < deadline_s:
-            if service.done(call, POLL_S):
+            service.tend()  # the controller, too, must know that we live
+            if service.done(calls, POLL_S):
                 return
 
     def _ray_address(self) -> str | None:
@@ -203,28 +237,33 @@ class Owner:
             bring_token(address)
         return address
 
+    def _check_own(self) -> None:
+        """What a Ray of our own, on this machine, is known not to have before it is started."""
+        config = self._config
+        try:
+            check_own(config)
+        except ValueError as error:
+            raise ServiceError(str(error)) from error
+        if config.worker_host != "auto":
+            check_port(config.worker_host, 0, option="--worker-host")
+
     def _wait_until_ready(self, service: RayService) -> str:
         timeout_s = self._config.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._check_stop()
-            if failure := service.failure():
+            service.tend()
+            if failure := service.start_failure():
                 raise ServiceError(failure)
-            if reason := service.hopeless():
-                raise ServiceError(reason)
-            try:
-                address = service.router_address()
-            except ValueError as error:
-                raise ServiceError(str(error)) from error
-            pools = service.pools()
-            text = ", ".join(_pool_text(pool) for pool in pools)
-            if address is None:
+            addresses, pools = service.router_addresses(), service.pools()
+            shown = [pool for pool in pools or () if pool.target]
+            text = ", ".join(_pool_text(pool) for pool in shown) or "controller starting"
+            if not addresses:
                 text += ", router starting"
             self._progress.state(text)
-            full = all(pool.ready == pool.target for pool in pools)
-            if address is not None and full and _serves(address):
-                self._heartbeat = Heartbeat(dial_address(address))
-                return address
+            full = pools is not None and all(pool.ready == pool.target for pool in pools)
+            if addresses and full and all(_serves(address) for address in addresses):
+                return ",".join(addresses)
             if time.monotonic() > deadline_s:
                 raise ServiceError(f"not ready within --start-timeout {timeout_s:g} s: {text}")
             time.sleep(POLL_S)
@@ -237,6 +276,19 @@ class Owner:
         if self._ray is None:
             raise RuntimeError("the service has not been started")
         return self._ray
+
+
+def router_ports(config: ServiceConfig) -> list[int]:
+    """Where the routers are to listen; 0 is any free port. ServiceError where there are too few."""
+    first, last = config.router.port, config.router.port + config.num_routers - 1
+    if not first:
+        return [0]
+    if last > MAX_PORT:
+        raise ServiceError(
+            f"--routers {config.num_routers} needs the ports {first} to {last}; the last port is "
+            f"{MAX_PORT}"
+        )
+    return list(range(first, last + 1))
 
 
 def _is_ray(address: str) -> bool:
@@ -268,36 +320,31 @@ class _Watchdog:
         os._exit(1)
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, option: str = "--host") -> None:
     """Raises ServiceError where nobody can listen there. Port 0 means any free one."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ServiceError(f"--host {host}: {error.strerror}") from error
+        raise ServiceError(f"{option} {host}: {error.strerror}") from error
     with socket.socket(family, kind, proto) as probe:
         # As servers do it: connections that linger do not count, listeners do.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
-            raise ServiceError(_port_problem(host, port, error)) from error
+            raise ServiceError(_port_problem(host, port, option, error)) from error
 
 
-def _port_problem(host: str, port: int, error: OSError) -> str:
+def _port_problem(host: str, port: int, option: str, error: OSError) -> str:
     if error.errno == 98:  # EADDRINUSE
         return (
             f"port {port} on {host} is in use; choose another with --port, or end the service "
             f"there with `legato stop --port {port}`"
         )
-    return f"cannot listen on {host}:{port}: {error.strerror}"
-
-
-def dial_address(address: str) -> str:
-    """Where a client on this machine reaches a server that may listen on every interface."""
-    host, _, port = address.rpartition(":")
-    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"
+    at = f"{host}:{port}" if port else host
+    return f"{option}: cannot listen on {at}: {error.strerror}"
 
 
 def _serves(address: str) -> bool:
@@ -311,5 +358,4 @@ def _serves(address: str) -> bool:
 
 
 def _pool_text(pool: cluster_pb2.PoolStatus) -> str:
-    name = "prefill" if pool.role == common_pb2.WORKER_ROLE_PREFILL else "decode"
-    return f"{name}: {pool.message or f'{pool.ready} of {pool.target} ready'}"
+    return f"{role_of(pool.role)}: {pool.message or f'{pool.ready} of {pool.target} ready'}"

@@ -47,7 +47,8 @@ class WorkerSnapshot:
     block_size: int
     total_blocks: int
     free_blocks: int
-    backlog_tokens: int = 0  # prompt tokens sent and not yet computed (prefill)
+    backlog_tokens: int = 0  # prompt tokens sent and not yet computed (prefill, colocated)
+    local_token_s: float = 0.0  # what one of a prompt costs there (not in prefill); 0: not measured
     full: bool = False  # it failed or refused a request for good, and has not reported since
     refused: tuple[Demand, ...] = ()  # for want of room, since it last reported
     doubtful: tuple[Demand, ...] = ()  # the same, of late: one by one they may ask again
@@ -59,13 +60,13 @@ class WorkerSnapshot:
         Decode needs the rows of the hand-off and one more, the first step's; whether there is room
         for what the answers will grow to, the worker itself judges when it is asked for a ticket.
         """
-        if self.role == "prefill":
+        if self.role == "prefill" or demand.decode_tokens == 0:
             return self._blocks_for(demand.prefill_tokens)
         return self._decode_blocks(demand, demand.prefill_tokens + 1)
 
     def blocks_at_end(self, demand: Demand) -> int:
         """Blocks of an attempt whose answers get as long as they may."""
-        if self.role == "prefill":
+        if self.role == "prefill" or demand.decode_tokens == 0:
             return self._blocks_for(demand.prefill_tokens)
         return self._decode_blocks(demand, demand.decode_tokens)
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from legato.cluster.autoscale_options import AutoscaleOptions
     from legato.cluster.control_plane import Role, WorkerEndpoint
+
+MAX_POOL_SIZE = 1024
 
 
 class WorkerState(Enum):
@@ -47,8 +50,12 @@ class ControllerOptions:
     # crashes on its first request would otherwise be replaced for ever at full speed.
     early_life_s: float = 5.0
     max_failed_starts: int = 3
-    backoff_s: float = 0.5  # after the first failed start; doubled after the second
-    pause_s: float = 30.0  # after `max_failed_starts` in a row
+    backoff_s: float = 0.5  # after the first failed start; doubled after each further one
+    # After `max_failed_starts` in a row of workers that never were ready. Those that were may have
+    # been struck by chance: for them it is only where the doubling ends.
+    pause_s: float = 30.0
+    restart: bool = True  # False: a worker that is lost is not replaced until somebody scales
+    autoscale: AutoscaleOptions | None = None  # None: only an operator changes targets
 
 
 @dataclass
@@ -62,6 +69,13 @@ class WorkerRecord:
     endpoint: WorkerEndpoint | None = None  # known once ready
     pid: int = 0
     host: str = ""
+    becomes: Role | None = None  # once it has drained
+    predecessor: str = ""  # its id in another role
+
+    @property
+    def known_id(self) -> str:
+        """As others know it, once it serves."""
+        return self.endpoint.worker_id if self.endpoint else self.name
 
     def move(self, state: WorkerState, now_s: float) -> None:
         """Enters `state`; raises ValueError where that is no way to go."""
@@ -77,34 +91,54 @@ class Pool:
     target: int
     workers: dict[str, WorkerRecord] = field(default_factory=dict)
     failed_starts: int = 0  # in a row
+    blamed: list[str] = field(default_factory=list)  # the workers behind them
     last_failure_s: float = 0.0
     next_start_s: float = 0.0  # no start before this moment
     last_failure: str = ""
     failure_is_permanent: bool = False  # the model or the settings are wrong: trying helps nothing
+    num_lost: int = 0  # and not to be replaced
 
     def in_state(self, *states: WorkerState) -> list[WorkerRecord]:
         """Those in one of `states`, oldest first."""
         return [worker for worker in self.workers.values() if worker.state in states]
 
     def note_failed_start(
-        self, reason: str, now_s: float, options: ControllerOptions, *, permanent: bool
+        self,
+        name: str,
+        reason: str,
+        now_s: float,
+        options: ControllerOptions,
+        *,
+        was_ready: bool,
+        permanent: bool,
     ) -> None:
         """Counts one, and sets when the next start may be."""
         self.failed_starts += 1
-        self.last_failure = reason
+        self.blamed.append(name)
+        self.last_failure = f"{name}: {reason}"
         self.last_failure_s = now_s
         self.failure_is_permanent = permanent
-        if permanent or self.failed_starts >= options.max_failed_starts:
-            self.next_start_s = now_s + options.pause_s
-        else:
-            self.next_start_s = now_s + options.backoff_s * 2 ** (self.failed_starts - 1)
+        wait_s = min(options.backoff_s * 2.0 ** min(self.failed_starts - 1, 32), options.pause_s)
+        if permanent or (not was_ready and self.failed_starts >= options.max_failed_starts):
+            wait_s = options.pause_s
+        self.next_start_s = now_s + wait_s
 
     def note_success(self) -> None:
         """Forgets failures."""
         self.failed_starts = 0
+        self.blamed.clear()
         self.last_failure = ""
         self.failure_is_permanent = False
         self.next_start_s = 0.0
+
+    def pardon(self, name: str) -> None:
+        """Takes back a failed start that was not the worker's fault; the next may be at once."""
+        if name in self.blamed:
+            self.blamed.remove(name)
+            self.failed_starts -= 1
+            self.next_start_s = 0.0
+            if not self.failed_starts:
+                self.note_success()
 
     def forgive(self, now_s: float, options: ControllerOptions) -> None:
         """Forgets failures once a worker that came after the last of them has lived on."""
@@ -144,14 +178,19 @@ class Kill:
 Action = Start | Drain | Kill
 
 
-def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]:
+def decide(
+    pool: Pool, now_s: float, options: ControllerOptions, num_arriving: int = 0
+) -> list[Action]:
     """What brings `pool` nearer to its target. Changes nothing itself.
+
+    `num_arriving`: workers that drain elsewhere to come here. None is started in their place.
 
     Late starts and late drains are killed. Missing workers are started unless starts are held
     back. Surplus is taken from those that start (newest first: they hold no stream), then from
     the ready ones (newest first), which drain.
     """
     actions: list[Action] = []
+    target = pool.target - pool.num_lost
     starting = pool.in_state(WorkerState.STARTING)
     late = [w for w in starting if now_s - w.since_s > options.start_timeout_s]
     actions += [
@@ -166,19 +205,23 @@ def decide(pool: Pool, now_s: float, options: ControllerOptions) -> list[Action]
     ]
     on_time = [w for w in starting if w not in late]
     ready = pool.in_state(WorkerState.READY)
-    surplus = len(on_time) + len(ready) - pool.target
+    surplus = len(on_time) + len(ready) - target
     if surplus > 0:
         superfluous = on_time[::-1][:surplus]
         actions += [Kill(w.name, "the pool was scaled in", failed=False) for w in superfluous]
         actions += [Drain(w.name) for w in ready[::-1][: surplus - len(superfluous)]]
-    elif surplus < 0 and not late and now_s >= pool.next_start_s:
+    elif (missing := -surplus - num_arriving) > 0 and not late and now_s >= pool.next_start_s:
         # After failures one at a time: a broken start must not be tried a thousand-fold.
-        actions += [Start()] * (1 if pool.failed_starts else -surplus)
+        actions += [Start()] * (1 if pool.failed_starts else missing)
     return actions
 
 
 def describe(
-    pool: Pool, now_s: float, options: ControllerOptions, waiting: Iterable[str] = ()
+    pool: Pool,
+    now_s: float,
+    options: ControllerOptions,
+    waiting: Iterable[str] = (),
+    num_arriving: int = 0,
 ) -> str:
     """Why current differs from target, in one sentence; empty when it does not."""
     ready = len(pool.in_state(WorkerState.READY))
@@ -191,7 +234,12 @@ def describe(
         parts.append(f"{starting} starting")
     if draining:
         parts.append(f"{draining} draining")
+    if num_arriving:
+        parts.append(f"{num_arriving} coming from another pool")
     parts += sorted(set(waiting))
+    if pool.num_lost:
+        parts.append(f"{pool.num_lost} lost and not replaced; last: {pool.last_failure}")
+        return "; ".join(parts)
     if ready < pool.target and pool.last_failure:
         wait_s = max(0.0, pool.next_start_s - now_s)
         again = f"next try in {wait_s:.0f} s" if not starting else "trying again"

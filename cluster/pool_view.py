@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from legato.cluster.cancellation import check_cancellation
 from legato.cluster.kv_paths import KvPaths
 from legato.cluster.learnt import Learnt
 from legato.cluster.request import ModelLimits
+from legato.cluster.roles import PAIR, ROLES, WIRE_ROLES
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.kv_fit import fits
@@ -24,15 +24,12 @@ if TYPE_CHECKING:
 
     from legato.cluster.control_plane import ControlPlane, Role, WorkerEndpoint
 
-PROTOCOL_VERSION = 3  # of worker.proto and kv_transfer.proto; workers say theirs
+PROTOCOL_VERSION = 4  # of worker.proto and kv_transfer.proto; workers say theirs
 IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
+REPORT_TIMEOUT_S = 10.0  # of one try to tell the controller
 # So many different requests in a row failed on a worker that still reports: it is broken.
 FAILED_REQUESTS_LIMIT = 3
-ROLES: dict[Role, common_pb2.WorkerRole.ValueType] = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +54,7 @@ def check_identity(
     """
     layout = identity.kv_layout
     found = {"worker_id": identity.worker_id, "role": identity.role}
-    expected = {"worker_id": endpoint.worker_id, "role": ROLES[endpoint.role]}
+    expected = {"worker_id": endpoint.worker_id, "role": WIRE_ROLES[endpoint.role]}
     found["protocol_version"] = identity.protocol_version
     expected["protocol_version"] = PROTOCOL_VERSION
     own_pool = endpoint.role in references
@@ -92,9 +89,12 @@ class PoolView:
         *,
         worker_silence_s: float,
         on_change: Callable[[], None],
+        on_worker: Callable[[str, str, str], None] = lambda worker_id, state, reason: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_worker` hears of each change: the id, ready, draining, lost or gone, and why."""
         self._control = control
+        self._on_worker = on_worker
         self._silence_s = worker_silence_s
         self._on_change = on_change
         self._now = now
@@ -107,6 +107,7 @@ class PoolView:
         self.references: dict[Role, worker_pb2.WorkerIdentity] = {}  # of each pool, the first
         self.empty_since: dict[Role, float | None] = dict.fromkeys(ROLES, now())
         self.ever_ready = False
+        self.seen_roles: set[Role] = set()
         self._limits: ModelLimits | None = None
 
     # --- who is there -------------------------------------------------------------------------
@@ -114,13 +115,16 @@ class PoolView:
     def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
         """Takes the controller's full snapshot; returns at once, connecting goes on behind."""
         wanted = {endpoint.worker_id: endpoint for endpoint in workers}
+        self.seen_roles |= {endpoint.role for endpoint in workers}
         for worker_id in self._views.keys() - wanted.keys():
             self._watches.pop(worker_id).cancel()
             self.learnt.forget(worker_id)
             self._chore(self._views.pop(worker_id).close("it left the pool"))
+            self._on_worker(worker_id, "gone", "it left the pool")
         for worker_id, endpoint in wanted.items():
             if worker_id in self._views:
                 self._views[worker_id].endpoint = endpoint
+                self._views[worker_id].note_departure()
             else:
                 view = self._views[worker_id] = WorkerView(endpoint)
                 self._watches[worker_id] = asyncio.create_task(self._watch(view))
@@ -140,30 +144,61 @@ class PoolView:
 
     @property
     def ready(self) -> bool:
-        """True while a prefill and a decode worker take work."""
-        return all(since is None for since in self.empty_since.values())
+        """True while a prefill and a decode worker take work, or a colocated one."""
+        return self.short_since() is None
+
+    def short_since(self) -> float | None:
+        """Since when there is neither a pair nor a colocated worker; None: there is."""
+        pair = [since for role in PAIR if (since := self.empty_since[role]) is not None]
+        alone = self.empty_since["colocated"]
+        return None if not pair or alone is None else max(min(pair), alone)
+
+    def needed_roles(self) -> tuple[Role, ...]:
+        """Those whose lack keeps a request waiting: a pair's, or where none ever was, colocated."""
+        is_alone = "colocated" in self.seen_roles and not self.seen_roles.intersection(PAIR)
+        return ("colocated",) if is_alone else PAIR
+
+    def missing(self) -> str:
+        """What is missing for `ready`, in words: of the kinds of worker that ever were here."""
+        if self.ready:
+            return "nothing"
+        kinds: Sequence[Role] = PAIR
+        if "colocated" in self.seen_roles:
+            kinds = [role for role in ROLES if role in self.seen_roles]
+        empty = [role for role in kinds if self.empty_since[role] is not None]
+        return f"no ready worker in the {' and the '.join(empty)} pool"
 
     def limits(self) -> ModelLimits | None:
         """Of the largest workers now, else as last known; None before the first was ready."""
         views = [v for v in self._views.values() if v.state is ViewState.READY]
         identities = [v.identity for v in views if v.identity is not None]
-        prefill, decode = (
+        prefill, decode, alone = (
             max((v for v in views if v.endpoint.role == role), key=_capacity, default=None)
-            for role in ("prefill", "decode")
+            for role in ROLES
         )
-        if prefill is not None and decode is not None and decode.identity is not None:
+        # Of those that serve a request: two of a pair, or a colocated worker, which is both.
+        ways = [way for way in ((prefill, decode), (alone, alone)) if None not in way]
+        firsts, lasts = ([w for way in ways if (w := way[i]) is not None] for i in (0, 1))
+        largest = max(lasts, key=_capacity, default=None)
+        if largest is not None and largest.identity is not None:
             self._limits = ModelLimits(
                 context_length=min(identity.context_length for identity in identities),
                 vocab_size=identities[0].vocab_size,
-                prefill_kv_tokens=prefill.capacity_tokens,
-                decode_kv_tokens=decode.capacity_tokens,
-                decode_block_size=decode.identity.kv_layout.block_size,
+                prefill_kv_tokens=max(view.capacity_tokens for view in firsts),
+                decode_kv_tokens=largest.capacity_tokens,
+                decode_block_size=largest.identity.kv_layout.block_size,
             )
         return self._limits
 
+    @property
+    def model_fingerprint(self) -> str:
+        """The same of all workers; empty before the first told it."""
+        return next((i.model_fingerprint for i in self.references.values()), "")
+
     def largest_prefill_kv_tokens(self) -> int:
-        """Of the largest prefill worker that takes work; where none does, as last known."""
-        sizes = [view.capacity_tokens for view in self.placeable("prefill")]
+        """Of the largest worker that computes prompts and takes work; else as last known."""
+        views = [*self.placeable("prefill"), *self.placeable("colocated")]
+        sizes = [view.capacity_tokens for view in views]
         if not sizes and (limits := self.limits()) is not None:
             return limits.prefill_kv_tokens
         return max(sizes, default=0)
@@ -184,7 +219,8 @@ class PoolView:
         """The worker hangs or is dead: its calls end, the controller is told, once."""
         if view.lose(reason):
             log.warning("worker %s lost: %s", view.worker_id, reason)
-            self._chore(self._control.report_lost(view.worker_id, reason))
+            self._on_worker(view.worker_id, "lost", reason)
+            self._chore(self._report(view, reason))
             self.changed()
 
     def note_failure(self, view: WorkerView, request_id: str) -> None:
@@ -248,7 +284,9 @@ class PoolView:
             failing_since = failing_since if failing_since is not None else now
             if view.state is ViewState.CONNECTING and now - failing_since > IDENTITY_TIMEOUT_S:
                 failing_since = now
-                await self._report(view, f"cannot connect to {view.endpoint.address}: {reason}")
+                await self._try_to_report(
+                    view, f"cannot connect to {view.endpoint.address}: {reason}"
+                )
             await asyncio.sleep(RETRY_S)
 
     async def _identify(self, view: WorkerView) -> None:
@@ -261,9 +299,9 @@ class PoolView:
 
     def _accept(self, view: WorkerView, report: worker_pb2.WorkerReport) -> None:
         if view.accept_report(report, self._now()):
-            log.info(
-                "worker %s: %s", view.worker_id, common_pb2.WorkerPhase.Name(report.phase).lower()
-            )
+            phase = common_pb2.WorkerPhase.Name(report.phase).lower()
+            log.info("worker %s: %s", view.worker_id, phase)
+            self._on_worker(view.worker_id, phase.removeprefix("worker_phase_"), "")
         self.learnt.note_report(view, report)
         if report.phase == common_pb2.WORKER_PHASE_DEAD:
             self.lose(view, "it reports that its engine is dead")
@@ -276,8 +314,23 @@ class PoolView:
         self.changed()
 
     async def _report(self, view: WorkerView, reason: str) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._control.report_lost(view.worker_id, reason), 5.0)
+        """Tells the controller, again and again while it restarts: without the report nobody would
+        end a worker that hangs. Old news once the worker has left the snapshot.
+        """
+        while self._views.get(view.worker_id) is view:
+            if await self._try_to_report(view, reason):
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _try_to_report(self, view: WorkerView, reason: str) -> bool:
+        """True where the controller has taken note."""
+        try:
+            told = self._control.report_lost(view.worker_id, reason)
+            await asyncio.wait_for(told, REPORT_TIMEOUT_S)
+        except (TimeoutError, ConnectionError) as error:
+            log.warning("worker %s: not yet reported as lost: %s", view.worker_id, error)
+            return False
+        return True
 
     def _chore(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from legato.cluster.deadline import NO_DEADLINE
 from legato.cluster.policies import Demand
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.attempt_placement import Placement
     from legato.cluster.control_plane import Role
+    from legato.cluster.deadline import Deadline
     from legato.cluster.prompt_hashes import PromptHashes
 
 
@@ -24,15 +25,13 @@ class Entry:
         self,
         arrival: int,
         now: float,
-        deadline_at: float = math.inf,
-        deadline: str = "",
+        deadline: Deadline = NO_DEADLINE,
         prompt: PromptHashes | None = None,
     ) -> None:
-        """`deadline_at` is on the same clock as `now`; `deadline` names it in words."""
+        """`deadline` is on the same clock as `now`."""
         self.arrival = arrival  # by requests, then by answers
         self.arrived_at = now
-        self.deadline_at = deadline_at
-        self.deadline = deadline or "its deadline"
+        self.deadline = deadline
         self.prompt = prompt  # None: it is not known where its beginning lies
         self.waiting_since = now  # of the present wait
         self.demand = Demand(prefill_tokens=0, decode_tokens=0)

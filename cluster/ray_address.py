@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import grpc
@@ -77,6 +78,7 @@ def probe_ray(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
     """
     host, _, port = address.rpartition(":")
     try:
+        _look_up(host.strip("[]"), int(port), timeout_s)
         socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
     except OSError as error:
         raise ServiceError(
@@ -95,6 +97,28 @@ def probe_ray(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
                 f"what listens at {address} is no Ray head ({error.code().name})"
             ) from error
     return False
+
+
+def _look_up(host: str, port: int, timeout_s: float) -> None:
+    """Raises OSError where the name is not known, or nobody says so within `timeout_s`.
+
+    The system's own look-up takes no bound, and name servers that are silent cost it half a minute.
+    """
+    failures: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    if asking.is_alive():
+        raise TimeoutError(f"no name server knew {host} within {timeout_s:g} s")
+    if failures:
+        raise failures[0]
 
 
 def bring_token(address: str, token_file: Path = _TOKEN_FILE) -> None:

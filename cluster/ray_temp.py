@@ -16,6 +16,7 @@ _PREFIX = "legato-"
 # Ray and we add up to 90 characters for its sockets, whose paths may have 107 bytes at most.
 _MAX_PARENT_LENGTH = 12
 _JANITOR_TIMEOUT_S = 30.0
+HEAD_PATIENCE_S = 10 * 24 * 3600  # Ray counts in milliseconds, in 31 bits
 
 
 def parent_folder() -> Path:
@@ -57,6 +58,9 @@ class RayTemp:
 def prepare_environment(*, own_ray: bool) -> None:
     """Must run before `ray` is imported: Ray reads these once."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Without its head all of Ray would end after a minute, and running streams with it.
+    if own_ray:
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_PATIENCE_S))
     # A token that is new each time and stays in this process and its children, instead of the one
     # in the home folder that Ray would share among all clusters.
     if own_ray and not any(name.startswith("RAY_AUTH_") for name in os.environ):

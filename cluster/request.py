@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.cluster.errors import invalid, shown
 from legato.cluster.known_fields import check_known_fields
+from legato.cluster.resumption import parse_resumption
 from legato.cluster.sampling_rules import (
     DEFAULT_MAX_TOKENS,
     check_sampling,
@@ -19,6 +21,7 @@ from legato.protos import common_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from legato.cluster.resumption import Resumption
     from legato.cluster.text.model_text import ModelText
     from legato.protos import generation_pb2
 
@@ -59,6 +62,7 @@ class RequestSpec:
     batch_priority: bool
     cache_salt: str
     num_answers: int = 1
+    resumed: Resumption | None = None  # the stream is the rest of one that broke
 
     @property
     def max_tokens(self) -> int:
@@ -69,6 +73,30 @@ class RequestSpec:
     def max_kv_tokens(self) -> int:
         """Rows of KV of an answer at its end: the last token's is never written."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    @property
+    def open_answers(self) -> list[int]:
+        """Indices of those that are to be served: all, but for a resumed stream's finished ones."""
+        if self.resumed is None:
+            return list(range(self.num_answers))
+        return [i for i, received in enumerate(self.resumed.answers) if not received.finished]
+
+    @functools.cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Each ends an answer, once it has min_tokens."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset(eos).union(self.sampling.stop_token_ids)
+
+    def end_after(
+        self, num_tokens: int, last_token_id: int
+    ) -> common_pb2.FinishReason.ValueType | None:
+        """Why an answer ends with its token number `num_tokens`, as a worker has it, or None.
+
+        Stop strings are another matter.
+        """
+        if last_token_id in self.end_token_ids and num_tokens > self.sampling.min_tokens:
+            return common_pb2.FINISH_REASON_STOP
+        return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self.max_tokens else None
 
     def seed_of(self, index: int) -> int:
         """What answer `index` draws with: as a request of its own with that seed would."""
@@ -102,17 +130,23 @@ def parse_request(
     if request.priority not in common_pb2.Priority.values():
         raise invalid(f"priority is {request.priority}, limit one of {_PRIORITIES}")
     check_sampling(request.sampling, limits.vocab_size)
+    resumed = parse_resumption(request, num_answers, limits.vocab_size)
+    asked = request.sampling if resumed is None else resumed.settle(request.sampling)
     prompt = _prompt(request, text, limits)
-    max_tokens = _max_tokens(request.sampling, len(prompt), num_answers, limits)
+    if resumed is not None and resumed.max_tokens is not None:
+        max_tokens = _kept_max_tokens(resumed.max_tokens, len(prompt), limits)
+    else:
+        max_tokens = _max_tokens(asked, len(prompt), num_answers, limits)
     return RequestSpec(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
-        sampling=complete_sampling(request.sampling, max_tokens),
+        sampling=complete_sampling(asked, max_tokens),
         stop=tuple(request.sampling.stop),
         eos_token_ids=tuple(i for i in text.eos_token_ids if i < limits.vocab_size),
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
         cache_salt=request.cache_salt,
         num_answers=num_answers,
+        resumed=resumed,
     )
 
 
@@ -232,6 +266,19 @@ def _max_tokens(
     if max_tokens > max(1, pool_room):
         raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits))
     return max_tokens
+
+
+def _kept_max_tokens(settled: int, num_prompt: int, limits: ModelLimits) -> int:
+    """Of a stream that has begun. Where the workers that could hold it are lost meanwhile, it waits
+    for others, as it would have at the router that it began at.
+    """
+    room = limits.context_length - num_prompt
+    if settled > room:
+        raise invalid(
+            f"resume.start.max_tokens is {settled}, limit {room}: what the context of "
+            f"{limits.context_length} tokens leaves"
+        )
+    return settled
 
 
 def _too_large(num_prompt: int, max_tokens: int, num_answers: int, limits: ModelLimits) -> str:

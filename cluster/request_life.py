@@ -8,12 +8,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from legato.cluster import blame
 from legato.cluster.answer_life import enter
+from legato.cluster.arrival import stay
 from legato.cluster.attempt import Attempt
 from legato.cluster.errors import unavailable
 from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
 from legato.cluster.policies import Demand
-from legato.cluster.pool_view import ROLES
+from legato.cluster.roles import PAIR
 from legato.cluster.timings import Phase
 from legato.cluster.worker_calls import (
     AttemptEndedError,
@@ -23,7 +25,6 @@ from legato.cluster.worker_calls import (
     RefusedError,
     WorkerFailedError,
 )
-from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife
     from legato.cluster.attempt_placement import Placement
+    from legato.cluster.departure import Arrival
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
@@ -46,7 +48,7 @@ class RequestLife:
     """What all answers to one prompt have in common."""
 
     spec: RequestSpec
-    answers: Sequence[AnswerLife]
+    answers: Sequence[AnswerLife]  # those that are to be served
     admission: Admission
     pool: PoolView
     costs: PrefillCostBook
@@ -55,9 +57,10 @@ class RequestLife:
     seconds_left: Callable[[], float]
     on_end: Callable[[], None]  # nothing is held on any worker; the last finish comes next
     tries: int = 0  # numbers each try for the workers, refused ones included
-    moves: int = 0
+    moves: int = 0  # of its answers, to other workers after a loss
+    kv_moves: int = 0  # and those with their KV, from workers that drained
     has_begun: bool = False  # a worker has taken it on
-    num_open: int = field(init=False)  # answers that have not finished
+    num_open: int = field(init=False)  # answers that have not finished, as the client has it
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     def __post_init__(self) -> None:
@@ -80,10 +83,23 @@ class RequestLife:
         """The answer leaves those that it was served with; they are not disturbed."""
         self.tasks.create_task(serve(self, [answer]))
 
+    def go_on_there(self, answer: AnswerLife, arrival: Arrival) -> None:
+        """The answer leaves those that it was served with: its KV is at another worker."""
+        task = self.tasks.create_task(_serve_there(self, answer, arrival))
+        task.add_done_callback(lambda _: arrival.close())  # also of a task that never ran
+
     def note_end(
-        self, error: AttemptEndedError, demand: Demand, answers: Sequence[AnswerLife]
+        self,
+        error: AttemptEndedError,
+        demand: Demand,
+        answers: Sequence[AnswerLife],
+        *,
+        kv_under_way: bool = False,
     ) -> None:
-        """An attempt at `answers` ended early; raises RequestError where there were too many."""
+        """An attempt at `answers` ended early; raises RequestError where there were too many.
+
+        `kv_under_way`: prefill goes on, or its KV has not arrived.
+        """
         log.info("request %s: %s", self.spec.request_id, error)
         if isinstance(error, KvGoneError):
             return  # nobody's fault but that of the decode worker, whose loss is noted
@@ -95,15 +111,27 @@ class RequestLife:
         else:
             self._note_worker(error, answers)
         for answer in answers:
-            if isinstance(error, PathFailedError):
-                answer.failures += 1
-            elif isinstance(error, WorkerFailedError):
-                # One loss counts once, also where it was met first as KV that did not get there.
-                answer.failures += not answer.was_out_of_reach(error.view)
+            # One loss counts once, also where it was met first as KV that did not arrive. The end
+            # of a drain is no failure.
+            failed = isinstance(error, PathFailedError) or (
+                isinstance(error, WorkerFailedError)
+                and not error.view.departing.is_set()
+                and not answer.was_out_of_reach(error.view)
+            )
+            answer.failures += failed
             answer.refusals += isinstance(error, RefusedError)
-            if max(answer.failures, answer.refusals) >= self.max_attempts:
+            if answer.was_well:
+                answer.strikes = answer.refusals = 0
+            elif not (isinstance(error, WorkerFailedError) and error.gone) or blame.may_be_cause(
+                error.view.endpoint.role, answer.clock.phase, kv_under_way=kv_under_way
+            ):
+                answer.strikes += failed
+            if answer.refusals >= self.max_attempts or blame.gives_up(
+                answer.strikes, answer.failures, self.max_attempts
+            ):
+                count = max(answer.failures, answer.refusals)
                 raise unavailable(
-                    f"request {self.spec.request_id!r} failed {self.max_attempts} times "
+                    f"request {self.spec.request_id!r} failed {count} times "
                     f"(limit {self.max_attempts}); last: {error}"
                 )
 
@@ -168,7 +196,7 @@ class RequestLife:
                 for view in self.pool.placeable(role)
                 if view.snapshot().can_ever_hold(demand)
             ]
-            for role in ROLES
+            for role in PAIR
         )
         return prefills, decodes, self.pool.paths.closed()
 
@@ -185,9 +213,20 @@ async def live(life: RequestLife) -> None:
     """
     try:
         async with life.tasks:
-            await serve(life, life.answers)
+            is_new = not any(answer.answer.token_ids for answer in life.answers)
+            if is_new and len(life.answers) == life.spec.num_answers:
+                await serve(life, life.answers)
+            else:  # of a resumed stream: only the prompt is common to them
+                for answer in life.answers:
+                    life.go_on_alone(answer)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _serve_there(life: RequestLife, answer: AnswerLife, arrival: Arrival) -> None:
+    group = {0: answer}
+    await stay(life, group, arrival)
+    await serve(life, tuple(group.values()))
 
 
 async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
@@ -199,9 +238,9 @@ async def serve(life: RequestLife, answers: Sequence[AnswerLife]) -> None:
     """
     while answers:
         first = answers[0]
-        if first.answer.num_left == 0:  # only the word that this was the end is lost
-            first.clock.enter(Phase.DELIVERY)
-            await life.deliver(first, *first.take([], common_pb2.FINISH_REASON_LENGTH))
+        if first.answer.end is not None:  # only the word that this was the end is lost
+            first.enter(Phase.DELIVERY)
+            await life.deliver(first, *first.take([], first.answer.end))
             return
         enter(answers, Phase.QUEUE)
         prefill_kv_tokens = life.pool.largest_prefill_kv_tokens()

@@ -15,16 +15,21 @@ import grpc
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
+from legato.cluster.deadline import Deadline
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
+from legato.cluster.in_flight import InFlight, superseded
+from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.prompt_hashes import PromptHashes
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
+from legato.cluster.request_log import RequestLog
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
 from legato.cluster.unread_demand import unread_demand
+from legato.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,9 +38,9 @@ if TYPE_CHECKING:
     from legato.cluster.answer_life import Send
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
+    from legato.cluster.in_flight import Ownership
     from legato.cluster.request import ModelLimits, RequestSpec
     from legato.cluster.text.model_text import ModelText
-    from legato.protos import generation_pb2
 
 # Tokenising a long text takes long: it must hold up neither the event loop nor a short one.
 NUM_PARSE_THREADS = 4
@@ -43,22 +48,6 @@ CUT_SHORT_S = 1.0  # for requests that a drain cut short to tell their clients
 TICK_S = 0.25  # between two looks at silence and at the queue, should no event have come
 
 log = logging.getLogger(__name__)
-
-
-DEFAULT_DEADLINE = "the service's default deadline"
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """Of a request, on the monotonic clock."""
-
-    at: float
-    name: str  # in words
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until then."""
-        return self.at - time.monotonic()
 
 
 @dataclass
@@ -70,6 +59,7 @@ class Counters:
     cancelled: int = 0
     refused: int = 0
     moved: int = 0
+    moved_with_kv: int = 0  # answers, from workers that drained
 
     def count_error(self, error: RequestError) -> None:
         """Refused: the client's fault or a full house. Failed: ours."""
@@ -81,8 +71,26 @@ class Counters:
             grpc.StatusCode.FAILED_PRECONDITION,
         ):
             self.refused += 1
+        elif error.code is grpc.StatusCode.ABORTED:  # the client went on with a newer call
+            self.cancelled += 1
         else:
             self.failed += 1
+
+
+class _InTurn:
+    """Hands messages to gRPC, which takes one of a call at a time; the first one has the start."""
+
+    def __init__(self, start: generation_pb2.StreamStart, send: Send) -> None:
+        self._start: generation_pb2.StreamStart | None = start
+        self._send = send
+        self._sending = asyncio.Lock()
+
+    async def __call__(self, response: generation_pb2.GenerateResponse) -> None:
+        async with self._sending:
+            if self._start is not None:
+                response.start.CopyFrom(self._start)
+                self._start = None
+            await self._send(response)
 
 
 class Router:
@@ -116,16 +124,23 @@ class Router:
         self.owner_host = owner_host
         self.counters = Counters()
         self.started_at = time.monotonic()
+        self._log = RequestLog(options.request_log)
         self.pool = PoolView(
-            control, worker_silence_s=options.worker_silence_s, on_change=self._on_change
+            control,
+            worker_silence_s=options.worker_silence_s,
+            on_change=self._on_change,
+            on_worker=self._note_worker,
         )
-        self.admission = Admission(options, self.pool)
         self._costs = PrefillCostBook()
+        self.admission = Admission(options, self.pool, costs=self._costs.costs)
+        self._load_reporter: LoadReporter | None = None
+        if options.reports_load:
+            self._load_reporter = LoadReporter(control, self.admission, self.pool)
         self._parse = parse
         self._new_answer = new_answer
         self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
         self._num_parsing = 0
-        self._in_flight: dict[str, RequestLife] = {}
+        self._in_flight = InFlight()
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -143,6 +158,8 @@ class Router:
         """
         address = await self._gateway.start(self.options.host, self.options.port)
         self._ticker = asyncio.create_task(self._tick())
+        if self._load_reporter is not None:
+            self._load_reporter.start()
         return address
 
     async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
@@ -162,12 +179,15 @@ class Router:
     async def stop(self) -> None:
         """Ends everything at once."""
         await self.drain(0.0)
+        if self._load_reporter is not None:
+            await self._load_reporter.stop()
         await self._gateway.stop()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait({self._ticker})
         await self.pool.close()
         self._parsers.shutdown(wait=False, cancel_futures=True)
+        self._log.close()
 
     async def _wait_idle(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -195,16 +215,13 @@ class Router:
         """
         clocks = [PhaseClock(time.monotonic)]  # one an answer, once their number is known
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
+        deadline = Deadline(time.monotonic() + limit_s, given=time_left_s is not None)
         try:
             async with asyncio.timeout(limit_s) as bound:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    deadline = (
-                        "the call's deadline" if time_left_s is not None else DEFAULT_DEADLINE
-                    )
-                    until = Deadline(time.monotonic() + limit_s, deadline)
-                    await self._generate(request, send, clocks, until)
+                    await self._generate(request, send, clocks, deadline, bound)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -217,7 +234,7 @@ class Router:
             self.counters.failed += 1
             if not bound.expired():
                 raise
-            raise self._out_of_time(clocks, limit_s, given=time_left_s is not None) from None
+            raise self._out_of_time(clocks, limit_s, deadline) from None
         except RequestError as error:
             self.counters.count_error(error)
             raise
@@ -231,64 +248,88 @@ class Router:
         send: Send,
         clocks: list[PhaseClock],
         deadline: Deadline,
+        bound: asyncio.Timeout,
     ) -> None:
-        spec = await self._admit(request, deadline)
-        if spec.request_id in self._in_flight:
-            raise RequestError(
-                grpc.StatusCode.ALREADY_EXISTS,
-                f"request_id {spec.request_id!r} is in flight; ids may be used again afterwards",
+        spec, answers = await self._admit(request, deadline)
+        fingerprint = self.pool.model_fingerprint
+        if spec.resumed is not None:
+            spec.resumed.check_model(fingerprint)
+        owner = await self._in_flight.take(spec, bound)
+        try:
+            clocks += [clocks[0].copy() for _ in spec.open_answers[1:]]
+            start = generation_pb2.StreamStart(
+                seed=spec.sampling.seed, max_tokens=spec.max_tokens, model_fingerprint=fingerprint
             )
-        clocks += [clocks[0].copy() for _ in range(1, spec.num_answers)]
-        sending = asyncio.Lock()
+            await self._live(spec, answers, _InTurn(start, send), clocks, deadline, owner)
+        except asyncio.CancelledError:
+            if owner.superseded and bound.expired():
+                raise superseded(spec.request_id) from None
+            raise
+        finally:
+            owner.release()
 
-        async def send_in_turn(response: generation_pb2.GenerateResponse) -> None:
-            async with sending:  # gRPC takes one message of a call at a time
-                await send(response)
-
-        entries = self.admission.enter(
-            spec.num_answers,
-            deadline.at,
-            deadline.name,
-            PromptHashes(spec.prompt_token_ids, spec.cache_salt),
-        )
-        min_tokens = spec.sampling.min_tokens
+    async def _live(
+        self,
+        spec: RequestSpec,
+        answers: Sequence[Answer],
+        send: Send,
+        clocks: Sequence[PhaseClock],
+        deadline: Deadline,
+        owner: Ownership,
+    ) -> None:
+        prompt = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
+        entries = self.admission.enter(len(spec.open_answers), deadline, prompt)
+        window = None
+        if self._load_reporter is not None and not spec.batch_priority:  # those have no goal
+            window = self._load_reporter.window
         life = RequestLife(
             spec=spec,
             answers=[
                 AnswerLife(
                     spec=spec,
                     index=index,
-                    answer=Answer(spec, self._new_answer(self.text, spec.stop, min_tokens)),
+                    answer=answers[index],
                     entry=entry,
                     clock=clock,
-                    send=send_in_turn,
+                    send=send,
                     token_text=self.text.token_text,
+                    log=self._log,
+                    window=window,
                 )
-                for index, (entry, clock) in enumerate(zip(entries, clocks, strict=True))
+                for index, entry, clock in zip(spec.open_answers, entries, clocks, strict=True)
             ],
             admission=self.admission,
             pool=self.pool,
             costs=self._costs,
             local_prefill_tokens=self.options.local_prefill_tokens,
             max_attempts=self.options.max_attempts,
-            seconds_left=lambda: max(0.001, deadline.left_s),
-            on_end=lambda: self._forget(life),
+            seconds_left=lambda: max(0.001, deadline.at - time.monotonic()),
+            on_end=owner.release,
         )
-        self._in_flight[spec.request_id] = life
+        self._log.note(
+            "received",
+            request=spec.request_id,
+            answers=spec.num_answers,
+            prompt_tokens=len(spec.prompt_token_ids),
+        )
+        outcome, reason = "completed", ""
         try:
             await live(life)
+        except (asyncio.CancelledError, ClientGoneError):
+            outcome = "deadline" if time.monotonic() >= deadline.at else "cancelled"
+            outcome = "superseded" if owner.superseded else outcome
+            raise
+        except Exception as error:
+            outcome, reason = "failed", str(error) or repr(error)
+            raise
         finally:
-            self._forget(life)
+            self._log.note("ended", request=spec.request_id, outcome=outcome, reason=reason)
             self.counters.moved += life.moves
-
-    def _forget(self, life: RequestLife) -> None:
-        """The id may be used again: by then it may be another's."""
-        if self._in_flight.get(life.spec.request_id) is life:
-            del self._in_flight[life.spec.request_id]
+            self.counters.moved_with_kv += life.kv_moves
 
     async def _admit(
         self, request: generation_pb2.GenerateRequest, deadline: Deadline
-    ) -> RequestSpec:
+    ) -> tuple[RequestSpec, list[Answer]]:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
         if self._draining:
             raise unavailable("the service is shutting down")
@@ -296,30 +337,44 @@ class Router:
         if limits is None or not self.pool.ever_ready:
             raise unavailable(f"not ready: {self.missing()}")
         least, most = unread_demand(request, limits)
-        self.admission.check_arrival(least, most, deadline.left_s, deadline.name)
+        self.admission.check_arrival(least, most, deadline)
         limit = self.options.max_queued_requests
         if self._num_parsing > limit:
             raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")
         self._num_parsing += 1  # until the thread is done, even if the client goes away
-        parsing = self._parsers.submit(self._parse, request, self.text, limits)
+        parsing = self._parsers.submit(self._read, request, limits)
         loop = asyncio.get_running_loop()
         parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(self._parsed))
         return await asyncio.wrap_future(parsing)
+
+    def _read(
+        self, request: generation_pb2.GenerateRequest, limits: ModelLimits
+    ) -> tuple[RequestSpec, list[Answer]]:
+        spec = self._parse(request, self.text, limits)
+        min_tokens = spec.sampling.min_tokens
+        answers = [
+            Answer(spec, self._new_answer(self.text, spec.stop, min_tokens))
+            for _ in range(spec.num_answers)
+        ]
+        if spec.resumed is not None:
+            for index in spec.open_answers:
+                received = spec.resumed.answers[index]
+                answers[index].resume(received, f"resume.answers[{index}]")
+        return spec, answers
 
     def _parsed(self) -> None:
         self._num_parsing -= 1
 
     def _out_of_time(
-        self, clocks: list[PhaseClock], limit_s: float, *, given: bool
+        self, clocks: list[PhaseClock], limit_s: float, deadline: Deadline
     ) -> RequestError:
         if self._draining:
             return unavailable("the service is shutting down; the request was cut short")
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
-            limit = "the call's deadline" if given else DEFAULT_DEADLINE
             return RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"{limit} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",
+                f"{deadline.name} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",
             )
         return unavailable(f"{limit_s:.3g} s passed without a worker: {self.missing()}")
 
@@ -332,8 +387,10 @@ class Router:
 
     def missing(self) -> str:
         """Why the service is not ready, in words."""
-        pools = [role for role, since in self.pool.empty_since.items() if since is not None]
-        return f"no ready worker in the {' and the '.join(pools)} pool" if pools else "nothing"
+        return self.pool.missing()
+
+    def _note_worker(self, worker_id: str, state: str, reason: str) -> None:
+        self._log.note("worker", worker=worker_id, state=state, reason=reason)
 
     def _on_change(self) -> None:
         self.admission.wake()

@@ -48,16 +48,23 @@ class PhaseClock:
         """The phase that runs."""
         return self._phase
 
+    @property
+    def in_phase_s(self) -> float:
+        """Seconds since it began."""
+        return self._now() - self._entered
+
     def enter(self, phase: Phase) -> None:
         """Ends the running phase and begins `phase` at the same instant."""
         now = self._now()
         self._spent_s[self._phase] += now - self._entered
         self._phase, self._entered = phase, now
 
-    def mark_first_token(self) -> None:
-        """The first token is being handed to gRPC; later calls change nothing."""
-        if self._ttft_s is None:
-            self._ttft_s = self._now() - self._started
+    def mark_first_token(self) -> float | None:
+        """The first token is being handed to gRPC; its TTFT. Later calls do and return nothing."""
+        if self._ttft_s is not None:
+            return None
+        self._ttft_s = self._now() - self._started
+        return self._ttft_s
 
     def write_to(self, timings: generation_pb2.Timings) -> None:
         """Closes the running phase and fills phases, total and TTFT.

@@ -10,6 +10,7 @@ import grpc
 
 from legato.cluster.cancellation import check_cancellation
 from legato.cluster.errors import RequestError
+from legato.cluster.worker_view import ViewState
 from legato.protos import common_pb2, worker_pb2
 from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Mapping
 
     from legato.cluster.worker_view import WorkerView
+
+    AnswerEvent = (
+        worker_pb2.Tokens
+        | worker_pb2.Preempted
+        | worker_pb2.Parked
+        | worker_pb2.Moved
+        | worker_pb2.MoveFailed
+    )
 
 T = TypeVar("T")
 # A worker that has not taken note of the last `Stop` by then frees all by the call's end.
@@ -73,6 +82,11 @@ class PathFailedError(AttemptEndedError):
 class WorkerFailedError(AttemptEndedError):
     """The worker is lost, or failed at this request."""
 
+    def __init__(self, view: WorkerView, reason: str, *, gone: bool = False) -> None:
+        """`gone`: it did not say so itself; it does not answer any more."""
+        super().__init__(view, reason)
+        self.gone = gone
+
 
 class WorkerFaultError(Exception):
     """A worker broke the protocol, or says that the router did: a bug, never retried."""
@@ -104,10 +118,18 @@ def _meaning(
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return RefusedError(view, text or code.name)
     if code in _FAILED:
-        return WorkerFailedError(view, f"{code.name} {text}")
+        gone = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        return WorkerFailedError(view, f"{code.name} {text}", gone=gone)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(code, "the request's deadline passed while a worker served it")
     return WorkerFaultError(f"worker {view.worker_id} answered {code.name}: {text}")
+
+
+def _check_there(view: WorkerView) -> None:
+    # A call that begins after the loss is one that the loss does not end; and a channel that is
+    # closed takes none.
+    if view.state in (ViewState.LOST, ViewState.CLOSED):
+        raise WorkerFailedError(view, view.lost_reason, gone=True)
 
 
 class _Call:
@@ -192,15 +214,16 @@ class _Call:
 
     def _lost(self) -> WorkerFailedError:
         """The view lost its worker and cancelled the call, or the worker's server did."""
-        return WorkerFailedError(
-            self.view, self.view.lost_reason or "the worker cancelled the call"
-        )
+        reason = self.view.lost_reason or "the worker cancelled the call"
+        return WorkerFailedError(self.view, reason, gone=True)
 
 
 class PrefillCall(_Call):
     """The prompt's way through a prefill worker, and its KV's way out of it."""
 
     def __init__(self, view: WorkerView, timeout_s: float) -> None:
+        """Raises WorkerFailedError where the worker was lost since it was chosen."""
+        _check_there(view)
         self._call = view.prefill.Prefill(timeout=timeout_s)
         super().__init__(view, self._call)
 
@@ -252,7 +275,11 @@ class DecodeCall(_Call):
     """The whole life of one attempt on a decode worker: credit, KV, tokens."""
 
     def __init__(self, view: WorkerView, timeout_s: float) -> None:
+        """Raises WorkerFailedError where the worker was lost since it was chosen."""
+        _check_there(view)
         self._call = view.decode.Decode(timeout=timeout_s)
+        self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
+        self._saying: set[asyncio.Task[None]] = set()
         super().__init__(view, self._call)
 
     async def reserve(self, reserve: worker_pb2.Reserve) -> worker_pb2.KvTicket:
@@ -295,7 +322,36 @@ class DecodeCall(_Call):
         """No more of this answer. Where the worker is lost, or was done, the next read says so."""
         stop = worker_pb2.DecodeCommand(stop=worker_pb2.Stop(answer=number))
         with contextlib.suppress(AttemptEndedError, WorkerFaultError):
-            await self._guard(self._call.write(stop))
+            async with self._turn:
+                await self._guard(self._call.write(stop))
+
+    # Of a move; said soon, in order. Where the worker is lost the next read says so.
+
+    def pause(self, number: int, move: int) -> None:
+        """The answer is to leave the batch."""
+        self._say(worker_pb2.DecodeCommand(pause=worker_pb2.Pause(answer=number, number=move)))
+
+    def move(self, number: int, move: int, ticket: worker_pb2.KvTicket, address: str) -> None:
+        """The parked answer's KV is to go there."""
+        command = worker_pb2.Move(answer=number, number=move, ticket=ticket, decode_address=address)
+        self._say(worker_pb2.DecodeCommand(move=command))
+
+    def resume(self, number: int, move: int) -> None:
+        """It goes on there after all."""
+        self._say(worker_pb2.DecodeCommand(unpark=worker_pb2.Unpark(answer=number, number=move)))
+
+    def _say(self, command: worker_pb2.DecodeCommand) -> None:
+        """Not by the caller's task: gRPC ends a call whose writer is cancelled."""
+        if self._cancelled.is_set():
+            return
+        saying = asyncio.create_task(self._say_in_turn(command))
+        self._saying.add(saying)
+        saying.add_done_callback(self._saying.discard)
+
+    async def _say_in_turn(self, command: worker_pb2.DecodeCommand) -> None:
+        with contextlib.suppress(AttemptEndedError, WorkerFaultError):
+            async with self._turn:
+                await self._guard(self._call.write(command))
 
     async def end(self) -> None:
         """After the last `stop`: waits, not for long, until the worker has taken note of it."""
@@ -306,10 +362,13 @@ class DecodeCall(_Call):
                     pass
         self.close()
 
-    async def next_of_answer(self) -> worker_pb2.Tokens | worker_pb2.Preempted:
-        """What comes next of any of the answers: tokens of one step or more, or that it left."""
-        event = await self._next("tokens", "preempted")
-        return event.tokens if event.HasField("tokens") else event.preempted
+    async def next_of_answer(self) -> AnswerEvent:
+        """What comes next of any of the answers: tokens of one step or more, that it left, or a
+        word on its move.
+        """
+        event = await self._next("tokens", "preempted", "parked", "moved", "move_failed")
+        content: AnswerEvent = getattr(event, event.WhichOneof("event") or "")
+        return content
 
     async def _next(self, *expected: str) -> worker_pb2.DecodeEvent:
         event = await self._guard(self._call.read())

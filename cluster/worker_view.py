@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+# Answers that leave a worker at once: more would only share the way out, and each stands still
+# meanwhile.
+MOST_LEAVING = 4
 DOUBT_S = 1.0  # after a refusal for want of room
 
 
@@ -52,15 +56,19 @@ class Cancellable(Protocol):
 
 
 class PrefillShare:
-    """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed."""
+    """One attempt's part of a prefill worker: blocks until hand-off, backlog until computed. Of a
+    colocated worker only the backlog: there the blocks are the DecodeShare's.
+    """
 
     def __init__(self, view: WorkerView, demand: Demand, num_uncached: int | None = None) -> None:
         """`num_uncached`: tokens that it will have to compute, as far as is known; None: all."""
         self._view = view
         self._tokens = demand.prefill_tokens if num_uncached is None else num_uncached
-        self._blocks = view.snapshot().blocks_now(demand)
+        snapshot = view.snapshot()
+        self._blocks = snapshot.blocks_now(demand) if snapshot.role == "prefill" else 0
         view.used_blocks += self._blocks
         view.backlog_tokens += self._tokens
+        view.note_use()
 
     @property
     def backlog_tokens(self) -> int:
@@ -103,12 +111,15 @@ class DecodeShare:
 class WorkerView:
     """One worker process. Loses the router's trust at the first sign; wins it back by reporting.
 
-    The router is the only one who gives work to its workers, so what it has given out counts at
-    once, which a report would say up to 50 ms later. `used_blocks` is all of it on prefill; on
-    decode, where blocks are shared, grow and are swapped out, what the last report could not tell
-    of. The worker's own answer is the truth: what it has refused for want of room, and what asks
-    for no less, is not tried again until its next report, and for a while only one by one, not by
-    the whole queue at once.
+    What the router has given out counts at once, which a report would say up to 50 ms later.
+    `used_blocks` is all of it on prefill; on decode, where blocks are shared, grow and are swapped
+    out, what the last report could not tell of. What other routers have given to a prefill worker
+    is what its report says beyond the most that this router has had there since the one before: a
+    report may be as old as that.
+
+    The worker's own answer is the truth: what it has refused for want of room, and what asks for no
+    less, is not tried again until its next report, and for a while only one by one, not by the
+    whole queue at once.
     """
 
     def __init__(self, endpoint: WorkerEndpoint) -> None:
@@ -124,6 +135,8 @@ class WorkerView:
         self.last_report_at = 0.0
         self.lost_reason = ""
         self.used_blocks = 0
+        self._most_used = (0, 0)  # blocks, backlog tokens since the last report
+        self._others = (0, 0)  # blocks, backlog tokens of other routers' requests (prefill)
         self.granted: list[DecodeShare] = []  # since the last report
         self.backlog_tokens = 0
         self.full = False
@@ -132,6 +145,10 @@ class WorkerView:
         self.calls: set[Cancellable] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
         self.failed_requests: set[str] = set()
+        self.departing = asyncio.Event()  # it drains: its answers may leave
+        self.leaving = asyncio.Semaphore(MOST_LEAVING)
+        self.move_s: float | None = None  # that the last of them stood still
+        self.note_departure()
 
     @property
     def worker_id(self) -> str:
@@ -147,6 +164,11 @@ class WorkerView:
             and self.phase == common_pb2.WORKER_PHASE_READY
         )
 
+    def note_departure(self) -> None:
+        """To be called where its endpoint or its phase is another. There is no way back."""
+        if self.endpoint.draining or self.phase == common_pb2.WORKER_PHASE_DRAINING:
+            self.departing.set()
+
     @property
     def capacity_tokens(self) -> int:
         """Rows of KV of the whole worker; 0 before its identity is known."""
@@ -157,8 +179,9 @@ class WorkerView:
     def snapshot(self) -> WorkerSnapshot:
         """For the policies. The identity must be known."""
         assert self.identity is not None, "a worker is placed on only after it said who it is"
-        free_blocks = self.identity.total_blocks
-        if self.endpoint.role == "decode" and self.load is not None:
+        others_blocks, others_tokens = self._others
+        free_blocks = self.identity.total_blocks - others_blocks
+        if self.endpoint.role != "prefill" and self.load is not None:
             free_blocks = self.load.free_blocks
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -166,7 +189,8 @@ class WorkerView:
             block_size=self.identity.kv_layout.block_size,
             total_blocks=self.identity.total_blocks,
             free_blocks=free_blocks - self.used_blocks,
-            backlog_tokens=self.backlog_tokens,
+            backlog_tokens=self.backlog_tokens + others_tokens,
+            local_token_s=self.load.local_prefill_token_s if self.load is not None else 0.0,
             full=self.full,
             refused=tuple(self._refused),
             doubtful=tuple(self._doubtful),
@@ -180,8 +204,11 @@ class WorkerView:
         """Takes a load report; True where the state or the phase changed by it."""
         before = (self.state, self.phase)
         self.phase, self.load = report.phase, report.load
+        self.note_departure()
         self.last_report_at = now
         self.full = False
+        if self.endpoint.role == "prefill":
+            self._note_others(report.load)
         for share in self.granted:
             share.release()
         self.granted.clear()
@@ -193,6 +220,17 @@ class WorkerView:
         if self.state is not ViewState.CLOSED:
             self.state = ViewState.READY
         return before != (self.state, self.phase)
+
+    def note_use(self) -> None:
+        """This router has given out more."""
+        blocks, tokens = self._most_used
+        self._most_used = max(blocks, self.used_blocks), max(tokens, self.backlog_tokens)
+
+    def _note_others(self, load: common_pb2.WorkerLoad) -> None:
+        blocks, tokens = self._most_used
+        held = load.held_blocks + load.reserved_blocks
+        self._others = max(0, held - blocks), max(0, load.waiting_tokens - tokens)
+        self._most_used = self.used_blocks, self.backlog_tokens
 
     def lose(self, reason: str) -> bool:
         """Ends all calls to the worker; True where it was trusted until now."""

@@ -46,11 +46,12 @@ class GetStatusResponse(_message.Message):
     ROUTER_FIELD_NUMBER: _builtins.int
     OWNER_PID_FIELD_NUMBER: _builtins.int
     OWNER_HOST_FIELD_NUMBER: _builtins.int
+    AUTOSCALER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     uptime_s: _builtins.float
     ready: _builtins.bool
-    """NOT ready until a prefill and a decode worker are."""
+    """NOT ready until a prefill and a decode worker are, or a colocated one."""
     owner_pid: _builtins.int
     """The process that owns the service, for `legato stop` on the same machine."""
     owner_host: _builtins.str
@@ -58,6 +59,10 @@ class GetStatusResponse(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
     def router(self) -> Global___RouterStatus: ...
+    @_builtins.property
+    def autoscaler(self) -> Global___AutoscalerStatus:
+        """Unset without --autoscale, and while the controller does not answer."""
+
     def __init__(
         self,
         *,
@@ -69,14 +74,106 @@ class GetStatusResponse(_message.Message):
         router: Global___RouterStatus | None = ...,
         owner_pid: _builtins.int = ...,
         owner_host: _builtins.str = ...,
+        autoscaler: Global___AutoscalerStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "owner_host", b"owner_host", "owner_pid", b"owner_pid", "pools", b"pools", "ready", b"ready", "router", b"router", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "model", b"model", "owner_host", b"owner_host", "owner_pid", b"owner_pid", "pools", b"pools", "ready", b"ready", "router", b"router", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class AutoscalerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    ITL_SLO_S_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """It decides and tells, and changes nothing."""
+    ttft_slo_s: _builtins.float
+    itl_slo_s: _builtins.float
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___AutoscaledPool]: ...
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]:
+        """The last 50 at most, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        dry_run: _builtins.bool = ...,
+        ttft_slo_s: _builtins.float = ...,
+        itl_slo_s: _builtins.float = ...,
+        pools: _abc.Iterable[Global___AutoscaledPool] | None = ...,
+        decisions: _abc.Iterable[Global___ScalingDecision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "dry_run", b"dry_run", "itl_slo_s", b"itl_slo_s", "pools", b"pools", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscalerStatus: _TypeAlias = AutoscalerStatus  # noqa: Y015
+
+@_typing.final
+class AutoscaledPool(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    NEEDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.WorkerRole.ValueType
+    min_workers: _builtins.int
+    max_workers: _builtins.int
+    needed: _builtins.int
+    """How many would do for the load of this moment, and why; 0 and empty before the first look."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+        min_workers: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
+        needed: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_workers", b"max_workers", "min_workers", b"min_workers", "needed", b"needed", "reason", b"reason", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscaledPool: _TypeAlias = AutoscaledPool  # noqa: Y015
+
+@_typing.final
+class ScalingDecision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_S_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    text: _builtins.str
+    """One line: pool, sizes before and after, and why."""
+    def __init__(
+        self,
+        *,
+        age_s: _builtins.float = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalingDecision: _TypeAlias = ScalingDecision  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
@@ -122,6 +219,8 @@ class WorkerStatus(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BECOMES_FIELD_NUMBER: _builtins.int
+    PREDECESSOR_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique for ever: a restarted worker has another id."""
     role: _common_pb2.WorkerRole.ValueType
@@ -129,6 +228,10 @@ class WorkerStatus(_message.Message):
     address: _builtins.str
     pid: _builtins.int
     host: _builtins.str
+    becomes: _common_pb2.WorkerRole.ValueType
+    """It drains, and goes on in this role."""
+    predecessor: _builtins.str
+    """The id that it had in another role."""
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
     def __init__(
@@ -141,10 +244,12 @@ class WorkerStatus(_message.Message):
         pid: _builtins.int = ...,
         host: _builtins.str = ...,
         load: _common_pb2.WorkerLoad | None = ...,
+        becomes: _common_pb2.WorkerRole.ValueType = ...,
+        predecessor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "load", b"load", "phase", b"phase", "pid", b"pid", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "becomes", b"becomes", "host", b"host", "load", b"load", "phase", b"phase", "pid", b"pid", "predecessor", b"predecessor", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -161,6 +266,7 @@ class RouterStatus(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
+    MOVED_WITH_KV_FIELD_NUMBER: _builtins.int
     queued: _builtins.int
     in_flight: _builtins.int
     completed: _builtins.int
@@ -169,6 +275,8 @@ class RouterStatus(_message.Message):
     refused: _builtins.int
     moved: _builtins.int
     """Requests moved to other workers after a loss."""
+    moved_with_kv: _builtins.int
+    """Answers that moved to another decode worker with their KV, because their own one drained."""
     def __init__(
         self,
         *,
@@ -179,10 +287,11 @@ class RouterStatus(_message.Message):
         cancelled: _builtins.int = ...,
         refused: _builtins.int = ...,
         moved: _builtins.int = ...,
+        moved_with_kv: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "in_flight", b"in_flight", "moved", b"moved", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "in_flight", b"in_flight", "moved", b"moved", "moved_with_kv", b"moved_with_kv", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,6 +362,55 @@ class ScalePoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScalePoolResponse: _TypeAlias = ScalePoolResponse  # noqa: Y015
+
+@_typing.final
+class ChangeRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Or how it begins, where only one does."""
+    role: _common_pb2.WorkerRole.ValueType
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """In full. `WorkerStatus.predecessor` of the worker that it becomes."""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolTarget]:
+        """Of all pools, as they are now."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        targets: _abc.Iterable[Global___PoolTarget] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["targets", b"targets", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

@@ -44,6 +44,11 @@ class ClusterStub:
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ScalePoolRequest.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_cluster__pb2.ScalePoolResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/legato.v1.Cluster/ChangeRole',
+                request_serializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/legato.v1.Cluster/Shutdown',
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -63,8 +68,22 @@ class ClusterServicer:
 
     def ScalePool(self, request, context):
         """Sets the target size of the pools named and returns at once; the controller reconciles.
-        Scale-in drains: no new work, running streams finish, then the worker goes.
-        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+        Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
+        An autoscaled pool goes on from there once its cool-down has passed.
+        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+        pool, or for an unknown pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRole(self, request, context):
+        """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
+        its running streams, then serves under another id, with the weights that it has loaded: no file
+        is read. Both targets change by one.
+        Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
+        NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
+        ready one of its pool, or whose weights are not what the other role asks for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +109,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ScalePool,
                     request_deserializer=legato_dot_protos_dot_cluster__pb2.ScalePoolRequest.FromString,
                     response_serializer=legato_dot_protos_dot_cluster__pb2.ScalePoolResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -151,6 +175,33 @@ class Cluster:
             '/legato.v1.Cluster/ScalePool',
             legato_dot_protos_dot_cluster__pb2.ScalePoolRequest.SerializeToString,
             legato_dot_protos_dot_cluster__pb2.ScalePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Cluster/ChangeRole',
+            legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.SerializeToString,
+            legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,8 +35,18 @@ class ClusterStub:
     """Pools, workers and the router's queue, as they are now."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScalePoolRequest, _cluster_pb2.ScalePoolResponse]
     """Sets the target size of the pools named and returns at once; the controller reconciles.
-    Scale-in drains: no new work, running streams finish, then the worker goes.
-    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+    Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
+    An autoscaled pool goes on from there once its cool-down has passed.
+    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+    pool, or for an unknown pool.
+    """
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ChangeRoleRequest, _cluster_pb2.ChangeRoleResponse]
+    """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
+    its running streams, then serves under another id, with the weights that it has loaded: no file
+    is read. Both targets change by one.
+    Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
+    NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
+    ready one of its pool, or whose weights are not what the other role asks for.
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
     """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
@@ -50,8 +60,18 @@ class ClusterAsyncStub(ClusterStub):
     """Pools, workers and the router's queue, as they are now."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScalePoolRequest, _cluster_pb2.ScalePoolResponse]  # type: ignore[assignment]
     """Sets the target size of the pools named and returns at once; the controller reconciles.
-    Scale-in drains: no new work, running streams finish, then the worker goes.
-    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+    Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
+    An autoscaled pool goes on from there once its cool-down has passed.
+    Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+    pool, or for an unknown pool.
+    """
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ChangeRoleRequest, _cluster_pb2.ChangeRoleResponse]  # type: ignore[assignment]
+    """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
+    its running streams, then serves under another id, with the weights that it has loaded: no file
+    is read. Both targets change by one.
+    Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
+    NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
+    ready one of its pool, or whose weights are not what the other role asks for.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
@@ -74,8 +94,24 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ScalePoolResponse, _abc.Awaitable[_cluster_pb2.ScalePoolResponse]]:
         """Sets the target size of the pools named and returns at once; the controller reconciles.
-        Scale-in drains: no new work, running streams finish, then the worker goes.
-        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, or an unknown pool.
+        Scale-in drains: no new work, running streams finish or move with their KV, then the worker goes.
+        An autoscaled pool goes on from there once its cool-down has passed.
+        Errors: INVALID_ARGUMENT for a size below 0 or above 1,024, outside the range of an autoscaled
+        pool, or for an unknown pool.
+        """
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _cluster_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ChangeRoleResponse, _abc.Awaitable[_cluster_pb2.ChangeRoleResponse]]:
+        """Takes a ready worker from its pool into that of another role, and returns at once. It finishes
+        its running streams, then serves under another id, with the weights that it has loaded: no file
+        is read. Both targets change by one.
+        Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
+        NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
+        ready one of its pool, or whose weights are not what the other role asks for.
         """
 
     @_abc_1.abstractmethod

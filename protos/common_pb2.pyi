@@ -80,6 +80,8 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
     WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
+    WORKER_ROLE_COLOCATED: _WorkerRole.ValueType  # 3
+    """Computes prompts and decodes, on one engine."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """What a worker does at present."""
@@ -87,6 +89,8 @@ class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
 WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
+WORKER_ROLE_COLOCATED: WorkerRole.ValueType  # 3
+"""Computes prompts and decodes, on one engine."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _WorkerPhase:
@@ -364,6 +368,7 @@ class WorkerLoad(_message.Message):
     SWAP_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     SWAP_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    MODEL_S_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks: total == free + reserved + held."""
     free_blocks: _builtins.int
@@ -378,7 +383,7 @@ class WorkerLoad(_message.Message):
     transferring: _builtins.int
     """KV transfers under way, in or out."""
     waiting_tokens: _builtins.int
-    """Prompt tokens queued and not yet computed (decode: of local prefills)."""
+    """Prompt tokens queued and not yet computed (decode: of local prefills; colocated: of all)."""
     prefill_steps: _builtins.int
     """Counters since the process started. A decode worker's prefill is local: these steps count as
     decode steps too, the tokens do not.
@@ -414,6 +419,10 @@ class WorkerLoad(_message.Message):
     """Decode only: seconds of the steps that computed prompts here, for each of their tokens, as a
     running mean: what a prompt waits for a token of its own. 0: not measured within the last 30 s.
     """
+    model_s: _builtins.float
+    """Seconds that steps have taken since the process started, of prefill and of decode together.
+    On a prefill worker prefill_tokens over model_s is its speed while it computes.
+    """
     def __init__(
         self,
         *,
@@ -444,10 +453,11 @@ class WorkerLoad(_message.Message):
         swap_total_blocks: _builtins.int = ...,
         swap_held_blocks: _builtins.int = ...,
         local_prefill_token_s: _builtins.float = ...,
+        model_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "local_prefill_token_s", b"local_prefill_token_s", "preemptions", b"preemptions", "preemptions_returned", b"preemptions_returned", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "swap_held_blocks", b"swap_held_blocks", "swap_total_blocks", b"swap_total_blocks", "swapped", b"swapped", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "local_prefill_token_s", b"local_prefill_token_s", "model_s", b"model_s", "preemptions", b"preemptions", "preemptions_returned", b"preemptions_returned", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "swap_held_blocks", b"swap_held_blocks", "swap_total_blocks", b"swap_total_blocks", "swapped", b"swapped", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

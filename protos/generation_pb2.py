@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from legato.protos import common_pb2 as legato_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elegato/protos/generation.proto\x12\tlegato.v1\x1a\x1alegato/protos/common.proto\"\xb2\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.legato.v1.TokenIdsH\x00\x12+\n\x08messages\x18\x04 \x01(\x0b\x32\x17.legato.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.legato.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12%\n\x08priority\x18\x07 \x01(\x0e\x32\x13.legato.v1.Priority\x12\x1c\n\x14parse_special_tokens\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\tB\x08\n\x06promptB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.legato.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x86\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.legato.v1.DeltaH\x00\x12#\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x11.legato.v1.FinishH\x00\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\x07\n\x05\x65vent\"j\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\x05\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.legato.v1.TokenLogprobs\"\x93\x01\n\x06\x46inish\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.legato.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.legato.v1.Usage\x12#\n\x07timings\x18\x03 \x01(\x0b\x32\x12.legato.v1.Timings\x12\x13\n\x0bstop_reason\x18\x04 \x01(\t\"e\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\x05\"\xed\x03\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x10\n\x08ticket_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x11\n\thandoff_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x12\n\ndelivery_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x16\n\x0eprefill_wait_s\x18\t \x01(\x01\x12\x17\n\x0fprefill_model_s\x18\n \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_model_s\x18\x0b \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x0c \x01(\x01\x12\x18\n\x10prefill_forwards\x18\r \x01(\x05\x12\x17\n\x0f\x64\x65\x63ode_forwards\x18\x0e \x01(\x05\x12\x19\n\x11kv_tokens_written\x18\x0f \x01(\x05\x12\x1c\n\x14kv_bytes_handed_over\x18\x10 \x01(\x03\x12\x10\n\x08\x61ttempts\x18\x11 \x01(\x05\x12\x16\n\x0eprefill_worker\x18\x12 \x01(\t\x12\x15\n\rdecode_worker\x18\x13 \x01(\t\x12\x1d\n\x15handoff_reused_tokens\x18\x14 \x01(\x05\x12\x13\n\x0bpreemptions\x18\x15 \x01(\x05\x12\x11\n\tretargets\x18\x16 \x01(\x05\"\x11\n\x0fGetModelRequest\"\x81\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x18\n\x10\x64\x65\x63ode_kv_tokens\x18\t \x01(\x03\x12\x19\n\x11prefill_kv_tokens\x18\n \x01(\x03\x12\x12\n\nblock_size\x18\x0b \x01(\x05\x32\x98\x01\n\nGeneration\x12\x45\n\x08Generate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse0\x01\x12\x43\n\x08GetModel\x12\x1a.legato.v1.GetModelRequest\x1a\x1b.legato.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elegato/protos/generation.proto\x12\tlegato.v1\x1a\x1alegato/protos/common.proto\"\xd5\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.legato.v1.TokenIdsH\x00\x12+\n\x08messages\x18\x04 \x01(\x0b\x32\x17.legato.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.legato.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12%\n\x08priority\x18\x07 \x01(\x0e\x32\x13.legato.v1.Priority\x12\x1c\n\x14parse_special_tokens\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12!\n\x06resume\x18\n \x01(\x0b\x32\x11.legato.v1.ResumeB\x08\n\x06promptB\x04\n\x02_n\"[\n\x06Resume\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x16.legato.v1.StreamStart\x12*\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x19.legato.v1.ReceivedAnswer\"M\n\x0eReceivedAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0enum_text_bytes\x18\x02 \x01(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"J\n\x0bStreamStart\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.legato.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xad\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.legato.v1.DeltaH\x00\x12#\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x11.legato.v1.FinishH\x00\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12%\n\x05start\x18\x05 \x01(\x0b\x32\x16.legato.v1.StreamStartB\x07\n\x05\x65vent\"j\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\x05\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.legato.v1.TokenLogprobs\"\x93\x01\n\x06\x46inish\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.legato.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.legato.v1.Usage\x12#\n\x07timings\x18\x03 \x01(\x0b\x32\x12.legato.v1.Timings\x12\x13\n\x0bstop_reason\x18\x04 \x01(\t\"e\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x0c\n\x04seed\x18\x03 \x01(\x03\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\x05\"\xfc\x03\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x10\n\x08ticket_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x11\n\thandoff_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x12\n\ndelivery_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x16\n\x0eprefill_wait_s\x18\t \x01(\x01\x12\x17\n\x0fprefill_model_s\x18\n \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_model_s\x18\x0b \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x0c \x01(\x01\x12\x18\n\x10prefill_forwards\x18\r \x01(\x05\x12\x17\n\x0f\x64\x65\x63ode_forwards\x18\x0e \x01(\x05\x12\x19\n\x11kv_tokens_written\x18\x0f \x01(\x05\x12\x1c\n\x14kv_bytes_handed_over\x18\x10 \x01(\x03\x12\x10\n\x08\x61ttempts\x18\x11 \x01(\x05\x12\x16\n\x0eprefill_worker\x18\x12 \x01(\t\x12\x15\n\rdecode_worker\x18\x13 \x01(\t\x12\x1d\n\x15handoff_reused_tokens\x18\x14 \x01(\x05\x12\x13\n\x0bpreemptions\x18\x15 \x01(\x05\x12\x11\n\tretargets\x18\x16 \x01(\x05\x12\r\n\x05moves\x18\x17 \x01(\x05\"\x11\n\x0fGetModelRequest\"\x81\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x18\n\x10\x64\x65\x63ode_kv_tokens\x18\t \x01(\x03\x12\x19\n\x11prefill_kv_tokens\x18\n \x01(\x03\x12\x12\n\nblock_size\x18\x0b \x01(\x05\x32\x98\x01\n\nGeneration\x12\x45\n\x08Generate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse0\x01\x12\x43\n\x08GetModel\x12\x1a.legato.v1.GetModelRequest\x1a\x1b.legato.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.protos.generation_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=74
-  _globals['_GENERATEREQUEST']._serialized_end=380
-  _globals['_TOKENIDS']._serialized_start=382
-  _globals['_TOKENIDS']._serialized_end=405
-  _globals['_CHATMESSAGES']._serialized_start=407
-  _globals['_CHATMESSAGES']._serialized_end=463
-  _globals['_CHATMESSAGE']._serialized_start=465
-  _globals['_CHATMESSAGE']._serialized_end=509
-  _globals['_GENERATERESPONSE']._serialized_start=512
-  _globals['_GENERATERESPONSE']._serialized_end=646
-  _globals['_DELTA']._serialized_start=648
-  _globals['_DELTA']._serialized_end=754
-  _globals['_FINISH']._serialized_start=757
-  _globals['_FINISH']._serialized_end=904
-  _globals['_USAGE']._serialized_start=906
-  _globals['_USAGE']._serialized_end=1007
-  _globals['_TIMINGS']._serialized_start=1010
-  _globals['_TIMINGS']._serialized_end=1503
-  _globals['_GETMODELREQUEST']._serialized_start=1505
-  _globals['_GETMODELREQUEST']._serialized_end=1522
-  _globals['_GETMODELRESPONSE']._serialized_start=1525
-  _globals['_GETMODELRESPONSE']._serialized_end=1782
-  _globals['_GENERATION']._serialized_start=1785
-  _globals['_GENERATION']._serialized_end=1937
+  _globals['_GENERATEREQUEST']._serialized_end=415
+  _globals['_RESUME']._serialized_start=417
+  _globals['_RESUME']._serialized_end=508
+  _globals['_RECEIVEDANSWER']._serialized_start=510
+  _globals['_RECEIVEDANSWER']._serialized_end=587
+  _globals['_STREAMSTART']._serialized_start=589
+  _globals['_STREAMSTART']._serialized_end=663
+  _globals['_TOKENIDS']._serialized_start=665
+  _globals['_TOKENIDS']._serialized_end=688
+  _globals['_CHATMESSAGES']._serialized_start=690
+  _globals['_CHATMESSAGES']._serialized_end=746
+  _globals['_CHATMESSAGE']._serialized_start=748
+  _globals['_CHATMESSAGE']._serialized_end=792
+  _globals['_GENERATERESPONSE']._serialized_start=795
+  _globals['_GENERATERESPONSE']._serialized_end=968
+  _globals['_DELTA']._serialized_start=970
+  _globals['_DELTA']._serialized_end=1076
+  _globals['_FINISH']._serialized_start=1079
+  _globals['_FINISH']._serialized_end=1226
+  _globals['_USAGE']._serialized_start=1228
+  _globals['_USAGE']._serialized_end=1329
+  _globals['_TIMINGS']._serialized_start=1332
+  _globals['_TIMINGS']._serialized_end=1840
+  _globals['_GETMODELREQUEST']._serialized_start=1842
+  _globals['_GETMODELREQUEST']._serialized_end=1859
+  _globals['_GETMODELRESPONSE']._serialized_start=1862
+  _globals['_GETMODELRESPONSE']._serialized_end=2119
+  _globals['_GENERATION']._serialized_start=2122
+  _globals['_GENERATION']._serialized_end=2274
 # @@protoc_insertion_point(module_scope)

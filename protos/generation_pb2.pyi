@@ -32,6 +32,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request in logs; at most 128 printable ASCII characters.
     Empty: the router makes one. An id that is in flight is refused with ALREADY_EXISTS.
@@ -60,6 +61,12 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Set: the request is the rest of one whose stream broke, at this router or at another that
+        serves the same model. All other fields are those of the broken one.
+        """
+
     def __init__(
         self,
         *,
@@ -72,10 +79,11 @@ class GenerateRequest(_message.Message):
         priority: _common_pb2.Priority.ValueType = ...,
         parse_special_tokens: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "messages", b"messages", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "messages", b"messages", "n", b"n", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "messages", b"messages", "n", b"n", "parse_special_tokens", b"parse_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "messages", b"messages", "n", b"n", "parse_special_tokens", b"parse_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -87,6 +95,99 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """What has come of a stream that broke. The answers go on with the next token of each, the same that
+    would have come; text, stop strings, logprobs and usage go on as if nothing had been. An
+    older call of that request_id at this router ends with ABORTED. Empty: nothing has come.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___StreamStart:
+        """As the first message had it; must be set where anything has come."""
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceivedAnswer]:
+        """By index of the answer, at most n; nothing has come of those that are not listed."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___StreamStart | None = ...,
+        answers: _abc.Iterable[Global___ReceivedAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class ReceivedAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    num_text_bytes: _builtins.int
+    """UTF-8 bytes of the text that has come: text may come behind its tokens."""
+    finished: _builtins.bool
+    """Its finish has come. Nothing more is sent of it."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """From the first on, at most max_tokens. May be left out of an answer that has finished."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_text_bytes: _builtins.int = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "num_text_bytes", b"num_text_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceivedAnswer: _TypeAlias = ReceivedAnswer  # noqa: Y015
+
+@_typing.final
+class StreamStart(_message.Message):
+    """What the router settled before it began, for a router that has to go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """Of answer 0: that of the request, else drawn."""
+    max_tokens: _builtins.int
+    """What was asked, else the default, within context and pools."""
+    model_fingerprint: _builtins.str
+    """As GetModel has it."""
+    def __init__(
+        self,
+        *,
+        seed: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "model_fingerprint", b"model_fingerprint", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamStart: _TypeAlias = StreamStart  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -161,6 +262,7 @@ class GenerateResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the n answers, from 0."""
     request_id: _builtins.str
@@ -169,6 +271,10 @@ class GenerateResponse(_message.Message):
     def delta(self) -> Global___Delta: ...
     @_builtins.property
     def finish(self) -> Global___Finish: ...
+    @_builtins.property
+    def start(self) -> Global___StreamStart:
+        """On the first message of a call alone."""
+
     def __init__(
         self,
         *,
@@ -176,10 +282,11 @@ class GenerateResponse(_message.Message):
         delta: Global___Delta | None = ...,
         finish: Global___Finish | None = ...,
         request_id: _builtins.str = ...,
+        start: Global___StreamStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "index", b"index", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "index", b"index", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finish"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -319,6 +426,7 @@ class Timings(_message.Message):
     HANDOFF_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RETARGETS_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Received until a prefill worker had room for it (validation and tokenising included)."""
     ticket_s: _builtins.float
@@ -352,6 +460,7 @@ class Timings(_message.Message):
     kv_tokens_written: _builtins.int
     """Rows of KV that decode or prefill computed and wrote: prompt + N - 1, less what was cached."""
     kv_bytes_handed_over: _builtins.int
+    """Those of `moves` included."""
     attempts: _builtins.int
     """1, plus one for each time the answer was moved to other workers after a failure."""
     prefill_worker: _builtins.str
@@ -366,6 +475,10 @@ class Timings(_message.Message):
     retargets: _builtins.int
     """Of the moves that `attempts` counts, those to another decode worker alone: the prefill worker
     kept the KV and sent it again.
+    """
+    moves: _builtins.int
+    """How often the answer moved to another decode worker with its KV, because its own one drained:
+    nothing was computed again. Not among `attempts`.
     """
     def __init__(
         self,
@@ -392,10 +505,11 @@ class Timings(_message.Message):
         handoff_reused_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         retargets: _builtins.int = ...,
+        moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_forwards", b"decode_forwards", "decode_model_s", b"decode_model_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "delivery_s", b"delivery_s", "handoff_reused_tokens", b"handoff_reused_tokens", "handoff_s", b"handoff_s", "kv_bytes_handed_over", b"kv_bytes_handed_over", "kv_tokens_written", b"kv_tokens_written", "kv_transfer_s", b"kv_transfer_s", "preemptions", b"preemptions", "prefill_forwards", b"prefill_forwards", "prefill_model_s", b"prefill_model_s", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "retargets", b"retargets", "ticket_s", b"ticket_s", "total_s", b"total_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_forwards", b"decode_forwards", "decode_model_s", b"decode_model_s", "decode_s", b"decode_s", "decode_worker", b"decode_worker", "delivery_s", b"delivery_s", "handoff_reused_tokens", b"handoff_reused_tokens", "handoff_s", b"handoff_s", "kv_bytes_handed_over", b"kv_bytes_handed_over", "kv_tokens_written", b"kv_tokens_written", "kv_transfer_s", b"kv_transfer_s", "moves", b"moves", "preemptions", b"preemptions", "prefill_forwards", b"prefill_forwards", "prefill_model_s", b"prefill_model_s", "prefill_s", b"prefill_s", "prefill_wait_s", b"prefill_wait_s", "prefill_worker", b"prefill_worker", "queue_s", b"queue_s", "retargets", b"retargets", "ticket_s", b"ticket_s", "total_s", b"total_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,8 +557,8 @@ class GetModelResponse(_message.Message):
     """Over weights and config; equal on all workers."""
     has_chat_template: _builtins.bool
     decode_kv_tokens: _builtins.int
-    """Capacity of the largest decode and prefill worker, in tokens: a request needs
-    prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill. Of n
+    """Capacity of the largest decode and prefill worker, in tokens; a colocated one is both. A request
+    needs prompt + max_tokens - 1 on decode (nothing with max_tokens = 1) and prompt on prefill. Of n
     answers each needs that on decode, but for the full blocks of the prompt, which they share.
     """
     prefill_kv_tokens: _builtins.int

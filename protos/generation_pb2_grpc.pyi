@@ -37,8 +37,11 @@ class GenerationStub:
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
-    INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
+    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in
+    time; DEADLINE_EXCEEDED;
+    INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite;
+    FAILED_PRECONDITION a resumed stream that another model began; ABORTED a stream that a newer call
+    resumed. Where asking again helps, the status details have a google.rpc.RetryInfo.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     """What is served, and its limits."""
@@ -52,8 +55,11 @@ class GenerationAsyncStub(GenerationStub):
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
-    INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
+    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in
+    time; DEADLINE_EXCEEDED;
+    INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite;
+    FAILED_PRECONDITION a resumed stream that another model began; ABORTED a stream that a newer call
+    resumed. Where asking again helps, the status details have a google.rpc.RetryInfo.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """What is served, and its limits."""
@@ -70,8 +76,11 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
         release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-        full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
-        INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite.
+        full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in
+        time; DEADLINE_EXCEEDED;
+        INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite;
+        FAILED_PRECONDITION a resumed stream that another model began; ABORTED a stream that a newer call
+        resumed. Where asking again helps, the status details have a google.rpc.RetryInfo.
         """
 
     @_abc_1.abstractmethod

@@ -359,24 +359,36 @@ class DecodeCommand(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    UNPARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
     def start(self) -> Global___Start: ...
     @_builtins.property
     def stop(self) -> Global___Stop: ...
+    @_builtins.property
+    def pause(self) -> Global___Pause: ...
+    @_builtins.property
+    def move(self) -> Global___Move: ...
+    @_builtins.property
+    def unpark(self) -> Global___Unpark: ...
     def __init__(
         self,
         *,
         reserve: Global___Reserve | None = ...,
         start: Global___Start | None = ...,
         stop: Global___Stop | None = ...,
+        pause: Global___Pause | None = ...,
+        move: Global___Move | None = ...,
+        unpark: Global___Unpark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "reserve", b"reserve", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "move", b"move", "pause", b"pause", "reserve", b"reserve", "start", b"start", "stop", b"stop", "unpark", b"unpark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "reserve", b"reserve", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "move", b"move", "pause", b"pause", "reserve", b"reserve", "start", b"start", "stop", b"stop", "unpark", b"unpark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "start", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "start", "stop", "pause", "move", "unpark"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -488,7 +500,8 @@ class Start(_message.Message):
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """No KV comes and `answers` is empty: this worker computes what is not cached of the prompt itself,
-    between its decode steps, and sends FirstToken before Joined. Only where there is one answer. One
+    between its decode steps, and sends FirstToken before Joined. Only where there is one answer; on a
+    colocated worker also where that ends with its first token. One
     that has to yield its blocks for good before its first token ends with RESOURCE_EXHAUSTED. After
     a transfer has begun for the ticket: FAILED_PRECONDITION.
     """
@@ -555,6 +568,90 @@ class Stop(_message.Message):
 Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
+class Pause(_message.Message):
+    """The answer is to leave the batch, for it is about to move. Only after Joined. One whose KV lies in
+    the host's memory is parked when it is back.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    number: _builtins.int
+    """Of this call, above that of each Pause before. What follows of this move has the same number,
+    on both sides: what has another is about a move that is over.
+    """
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    """The parked answer's KV is to go there. Where it is not parked (any more): MoveFailed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    number: _builtins.int
+    decode_address: _builtins.str
+    @_builtins.property
+    def ticket(self) -> Global___KvTicket: ...
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        number: _builtins.int = ...,
+        ticket: Global___KvTicket | None = ...,
+        decode_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "decode_address", b"decode_address", "number", b"number", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
+
+@_typing.final
+class Unpark(_message.Message):
+    """It goes on here: nothing more is sent, and what was sent is void. Nothing where it does so already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unpark: _TypeAlias = Unpark  # noqa: Y015
+
+@_typing.final
 class DecodeEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,6 +660,9 @@ class DecodeEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    MOVE_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___KvTicket: ...
     @_builtins.property
@@ -575,6 +675,12 @@ class DecodeEvent(_message.Message):
     def first_token(self) -> Global___FirstToken:
         """After a Start with `local_prefill`. Where it ends the answer, nothing follows."""
 
+    @_builtins.property
+    def parked(self) -> Global___Parked: ...
+    @_builtins.property
+    def moved(self) -> Global___Moved: ...
+    @_builtins.property
+    def move_failed(self) -> Global___MoveFailed: ...
     def __init__(
         self,
         *,
@@ -583,12 +689,15 @@ class DecodeEvent(_message.Message):
         tokens: Global___Tokens | None = ...,
         preempted: Global___Preempted | None = ...,
         first_token: Global___FirstToken | None = ...,
+        parked: Global___Parked | None = ...,
+        moved: Global___Moved | None = ...,
+        move_failed: Global___MoveFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "joined", b"joined", "move_failed", b"move_failed", "moved", b"moved", "parked", b"parked", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "joined", b"joined", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "joined", b"joined", "move_failed", b"move_failed", "moved", b"moved", "parked", b"parked", "preempted", b"preempted", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "joined", "tokens", "preempted", "first_token"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "joined", "tokens", "preempted", "first_token", "parked", "moved", "move_failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -676,6 +785,97 @@ class Preempted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Preempted: _TypeAlias = Preempted  # noqa: Y015
+
+@_typing.final
+class Parked(_message.Message):
+    """The answer is out of the batch, and all its tokens were sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    number: _builtins.int
+    num_rows: _builtins.int
+    """Of KV, that a ticket is to be taken for: those of all its tokens but the last."""
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        number: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "num_rows", b"num_rows", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parked: _TypeAlias = Parked  # noqa: Y015
+
+@_typing.final
+class Moved(_message.Message):
+    """The KV is in the other worker's pages and committed; this worker's blocks are free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    number: _builtins.int
+    kv_bytes: _builtins.int
+    transfer_s: _builtins.float
+    reused_tokens: _builtins.int
+    """Of the rows, those that the other worker had already: they were not sent."""
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        number: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        transfer_s: _builtins.float = ...,
+        reused_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "kv_bytes", b"kv_bytes", "number", b"number", "reused_tokens", b"reused_tokens", "transfer_s", b"transfer_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moved: _TypeAlias = Moved  # noqa: Y015
+
+@_typing.final
+class MoveFailed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    number: _builtins.int
+    reason: _builtins.str
+    refused: _builtins.bool
+    """The other worker was reached, and its answer was no."""
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        number: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        refused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "number", b"number", "reason", b"reason", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveFailed: _TypeAlias = MoveFailed  # noqa: Y015
 
 @_typing.final
 class GetIdentityRequest(_message.Message):

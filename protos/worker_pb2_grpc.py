@@ -138,6 +138,13 @@ class DecodeWorkerServicer:
         Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
         for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
         wrong with this worker.
+
+        An answer in the batch may move to another decode worker with its KV: the router sends Pause;
+        after the step under way the worker takes the answer out of the batch, sends what is left of its
+        Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
+        sends Move; the worker sends its KV there. After Moved the answer has ended here; after
+        MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
+        silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

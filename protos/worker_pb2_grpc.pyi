@@ -98,6 +98,13 @@ class DecodeWorkerStub:
     Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
     for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
     wrong with this worker.
+
+    An answer in the batch may move to another decode worker with its KV: the router sends Pause;
+    after the step under way the worker takes the answer out of the batch, sends what is left of its
+    Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
+    sends Move; the worker sends its KV there. After Moved the answer has ended here; after
+    MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
+    silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
     """
 
 @_typing.type_check_only
@@ -117,6 +124,13 @@ class DecodeWorkerAsyncStub(DecodeWorkerStub):
     Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
     for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
     wrong with this worker.
+
+    An answer in the batch may move to another decode worker with its KV: the router sends Pause;
+    after the step under way the worker takes the answer out of the batch, sends what is left of its
+    Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
+    sends Move; the worker sends its KV there. After Moved the answer has ended here; after
+    MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
+    silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
     """
 
 class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -139,6 +153,13 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
         Stop may be on its way. Where KV had begun to come and its prefill worker was not heard again
         for 5 s the call ends with UNAVAILABLE and the trailer `legato-cause: kv-lapsed`: nothing is
         wrong with this worker.
+
+        An answer in the batch may move to another decode worker with its KV: the router sends Pause;
+        after the step under way the worker takes the answer out of the batch, sends what is left of its
+        Tokens and then Parked. The router takes a ticket elsewhere for the rows that Parked names, and
+        sends Move; the worker sends its KV there. After Moved the answer has ended here; after
+        MoveFailed it stays parked. Unpark lets it go on here at any time before Moved; so does a
+        silence of 20 s after Parked or MoveFailed. An answer that ends before it is parked ends as ever.
         """
 
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

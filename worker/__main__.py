@@ -76,7 +76,7 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
 
 
 async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
-    from legato.worker.server import StartError, WorkerServer  # imports torch: see main
+    from legato.worker.server import WorkerServer  # imports torch: see main
     from legato.worker.spare_memory import keep_objects
 
     stop = asyncio.Event()
@@ -100,7 +100,7 @@ async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
         )  # asked to end while loading: nothing is served, and loading cannot be cancelled
     try:
         address = await start
-    except (ValueError, OSError, StartError) as error:
+    except (ValueError, OSError) as error:
         return _cannot_start(error)
     keep_objects()
     ready = {
@@ -120,7 +120,7 @@ async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m legato.worker", description=__doc__)
     parser.add_argument("--model", required=True, help="a folder, a .gguf file, a hub id or demo")
-    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--role", required=True, choices=("prefill", "decode", "colocated"))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

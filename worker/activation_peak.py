@@ -49,9 +49,9 @@ def measure_activation_peak(config: WorkerConfig, loaded: LoadedModel, shape: Kv
 
     A prefill worker computes `prefill_chunk_tokens` of one prompt (or of as few as the context
     allows) and then of `max_batch_size` ones, a decode worker a step of `max_batch_size` sequences
-    of which one is long, and then one with the most of a prompt that goes into a step; with
-    sampling, on a throwaway cache as small as it can be: sequences share their blocks, and what
-    they hold means nothing.
+    of which one is long, and then one with the most of a prompt that goes into a step, a colocated
+    worker all of these; with sampling, on a throwaway cache as small as it can be: sequences share
+    their blocks, and what they hold means nothing.
 
     Raises:
         ValueError: a step does not fit beside the weights, or it cannot be measured here.
@@ -83,21 +83,24 @@ def measure_activation_peak(config: WorkerConfig, loaded: LoadedModel, shape: Kv
 
 
 def _steps(config: WorkerConfig, context_length: int, device_type: str) -> list[Step]:
-    if config.role == "decode":
+    steps = []
+    if config.role != "prefill":
         longest = min(context_length, _LONGEST_CONTEXT[device_type])
         others = [(1, 1)] * (config.max_batch_size - 1)
         piece = min(longest, MIXED_TOKENS if device_type == "cpu" else APART_TOKENS)
         beside = others if device_type == "cpu" else []
-        return [
+        steps += [
             _step([(longest, 1), *others], config.block_size),
             _step([(longest, piece), *beside], config.block_size),
         ]
-    chunk = config.prefill_chunk_tokens
-    fewest = -(-chunk // context_length)
-    return [
-        _step([(n, n) for n in _prompts(chunk, count)], config.block_size)
-        for count in (fewest, max(fewest, min(chunk, config.max_batch_size)))
-    ]
+    if config.role != "decode":
+        chunk = config.prefill_chunk_tokens
+        fewest = -(-chunk // context_length)
+        steps += [
+            _step([(n, n) for n in _prompts(chunk, count)], config.block_size)
+            for count in (fewest, max(fewest, min(chunk, config.max_batch_size)))
+        ]
+    return steps
 
 
 def _prompts(num_tokens: int, count: int) -> list[int]:

@@ -36,13 +36,28 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Park:
+    """Takes a sequence out of the batch, for the move of that number. See `Parking`."""
+
+    sequence: Sequence
+    number: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Lets a sequence that was to be moved go on."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
 class NoteWaiting:
     """Who waits to be admitted to decode, the first first."""
 
     wanted: list[Newcomer]
 
 
-Command = Submit | Release | NoteWaiting
+Command = Submit | Release | Park | Resume | NoteWaiting
 
 
 class CommandQueue:

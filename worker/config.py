@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "colocated"]  # the last computes prompts and decodes
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
 KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
@@ -40,21 +40,22 @@ class WorkerConfig:
     kv_memory_bytes: int = 1 << 30
     # In (0, 1]: of what is free after the weights and a measured step, instead of the bytes.
     kv_memory_fraction: float | None = None
-    # For the KV of preempted sequences (decode). None: as much as the pool, and at most a quarter
-    # of the machine's memory; 0: off.
+    # For the KV of preempted sequences (not in prefill). None: as much as the pool, and at most a
+    # quarter of the machine's memory; 0: off.
     swap_memory_bytes: int | None = None
     admission: Admission = "expected"  # see `scheduling.claim.AdmissionMode`
     admission_risk: float = 0.7  # see `scheduling.claim.AdmissionRule`
     block_size: int = 16
-    prefill_chunk_tokens: int = 2048  # most prompt tokens of one prefill forward
+    # Most prompt tokens of one prefill forward; in colocated, of one that decodes nothing.
+    prefill_chunk_tokens: int = 2048
     prefix_cache: bool = True  # keep the KV of prompts' beginnings while there is room
     max_batch_size: int = 256  # most sequences of one decode forward
     context_length: int | None = None  # lowers the model's own limit
     num_threads: int | None = None  # of torch; None: torch's default
 
     def __post_init__(self) -> None:
-        if self.role not in ("prefill", "decode"):
-            raise ValueError(f"role must be prefill or decode, got {self.role!r}")
+        if self.role not in get_args(Role):
+            raise ValueError(f"role must be {' or '.join(get_args(Role))}, got {self.role!r}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in [0, 65535], got {self.port}")
         for name in ("kv_memory_bytes", "block_size", "prefill_chunk_tokens", "max_batch_size"):

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.worker.broken_steps import BrokenSteps
-from legato.worker.commands import CommandQueue, Fork, NoteWaiting, Release, Submit
+from legato.worker.commands import (
+    CommandQueue,
+    Fork,
+    NoteWaiting,
+    Park,
+    Release,
+    Resume,
+    Submit,
+)
 from legato.worker.engine_stats import EngineStats
 from legato.worker.flight import Flight
 from legato.worker.layer_signal import LayerSignal
@@ -21,6 +29,7 @@ from legato.worker.mailbox import (
     EngineDiedError,
     JoinedEvent,
     Mailbox,
+    ParkedEvent,
     PreemptedEvent,
     TokenEvent,
 )
@@ -105,6 +114,7 @@ class Engine:
         self._outbox = Outbox(loop)
         self._steps = 0
         self._tokens = 0
+        self._model_s = 0.0
         self._num_returned = 0
         self._local_prefill = LocalPrefill()
         self._broken_steps = BrokenSteps()
@@ -144,6 +154,16 @@ class Engine:
         if sequence.progress is not None:
             self._layers.discard(sequence.progress)
         self._commands.put(Release(sequence, stopped))
+
+    def park(self, sequence: Sequence, number: int) -> None:
+        """Takes the sequence out of the batch after the step under way; a ParkedEvent of that
+        number follows, unless it ends before, or is to resume.
+        """
+        self._commands.put(Park(sequence, number))
+
+    def resume(self, sequence: Sequence) -> None:
+        """The sequence goes on, parked or not."""
+        self._commands.put(Resume(sequence))
 
     def note_waiting(self, wanted: list[Newcomer]) -> None:
         """Who waits to be admitted to decode, the first first. See `CapacityScheduler`."""
@@ -232,6 +252,7 @@ class Engine:
                 for command in self._commands.take():
                     self._apply(command)
                 step = self._scheduler.schedule(time.monotonic())
+                self._tell_parked()
                 self._note_stats()
                 if step is not None or not wait:
                     return step
@@ -243,6 +264,12 @@ class Engine:
             self._capacity_scheduler().note_waiting(command.wanted)
             return
         sequence = command.sequence
+        if isinstance(command, Park):
+            self._capacity_scheduler().park(sequence, command.number)
+            return
+        if isinstance(command, Resume):
+            self._capacity_scheduler().resume(sequence)
+            return
         if isinstance(command, Release):
             self._outbox.close(sequence)
             if command.stopped and sequence.finish_reason is None:
@@ -339,9 +366,20 @@ class Engine:
             )
         self._steps += 1 if flight.step.parts else 0
         self._tokens += flight.step.num_tokens
+        self._model_s += model_s
         with self._commands.changed:
             self._note_stats()
         self._outbox.publish(events)
+        self._tell_parked()
+
+    def _tell_parked(self) -> None:
+        if isinstance(self._scheduler, CapacityScheduler):
+            events: list[tuple[Sequence, EngineEvent]] = []
+            for sequence, number in self._scheduler.take_parked():
+                rows = sequence.num_computed
+                assert rows == len(sequence.token_ids) - 1, "a token or a row is missing"
+                events.append((sequence, ParkedEvent(number, rows)))
+            self._outbox.publish(events)
 
     def _is_wanted(self, sequence: Sequence) -> bool:
         """False of one that ended, or was released, while a step was under way."""
@@ -381,6 +419,7 @@ class Engine:
             self._scheduler,
             steps=self._steps,
             tokens=self._tokens,
+            model_s=self._model_s,
             num_returned=self._num_returned,
             local_prefill=self._local_prefill,
         )

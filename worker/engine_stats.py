@@ -20,6 +20,7 @@ class EngineStats:
     waiting_tokens: int = 0
     steps: int = 0  # forward passes
     tokens: int = 0
+    model_s: float = 0.0  # of the steps
     num_swapped: int = 0  # sequences whose KV is in the host's memory
     num_preemptions: int = 0  # sequences that had to yield, swapped or returned; so far
     num_returned: int = 0  # of these, those that have left to be computed anew elsewhere
@@ -33,6 +34,7 @@ class EngineStats:
         *,
         steps: int,
         tokens: int,
+        model_s: float,
         num_returned: int,
         local_prefill: LocalPrefill,
     ) -> EngineStats:
@@ -43,6 +45,7 @@ class EngineStats:
             waiting_tokens=scheduler.num_waiting_tokens,
             steps=steps,
             tokens=tokens,
+            model_s=model_s,
             num_swapped=scheduler.num_swapped,
             num_preemptions=scheduler.num_preemptions,
             num_returned=num_returned,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.cache import KvShape
     from legato.worker.models.config import ModelConfig
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True)

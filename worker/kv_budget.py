@@ -57,8 +57,13 @@ class KvBudget:
     source: str  # of the number of blocks, in words
 
     @classmethod
-    def of(cls, config: WorkerConfig, loaded: LoadedModel) -> KvBudget:
+    def of(
+        cls, config: WorkerConfig, loaded: LoadedModel, *, inherited_bytes: int | None = None
+    ) -> KvBudget:
         """Measures the memory where need be, and blocks for as long as a step takes or two.
+
+        `inherited_bytes`: of the pool that this one takes the place of. Where `config` asks for a
+        fraction it was taken then, and others have had theirs since.
 
         Raises:
             ValueError: the memory given is more than there is, or holds no block.
@@ -68,16 +73,24 @@ class KvBudget:
         check_memory(config, loaded.device)
         facts = MemoryFacts.measure(config, loaded, shape)
         context_length = min(config.context_length or model.context_length, model.context_length)
-        return cls.plan(config, shape, context_length, facts)
+        return cls.plan(config, shape, context_length, facts, inherited_bytes)
 
     @classmethod
     def plan(
-        cls, config: WorkerConfig, shape: KvShape, context_length: int, facts: MemoryFacts
+        cls,
+        config: WorkerConfig,
+        shape: KvShape,
+        context_length: int,
+        facts: MemoryFacts,
+        inherited_bytes: int | None = None,
     ) -> KvBudget:
         """The arithmetic of `of`."""
         kv_bytes, source = config.kv_memory_bytes, "kv_memory_bytes"
         if config.kv_memory_fraction is not None:
-            kv_bytes, source = _fraction_of(config.kv_memory_fraction, shape, facts)
+            fraction = config.kv_memory_fraction if inherited_bytes is None else 1.0
+            kv_bytes, source = _fraction_of(fraction, shape, facts)
+            if inherited_bytes is not None and inherited_bytes < kv_bytes:
+                kv_bytes, source = inherited_bytes, "kv_memory_fraction, as taken before"
         num_blocks = shape.num_blocks(kv_bytes)
         if num_blocks < 1:
             raise ValueError(f"{source}, holds no block: {shape.least_memory(context_length)}")
@@ -92,6 +105,11 @@ class KvBudget:
         )
 
     @property
+    def num_bytes(self) -> int:
+        """Of the pool's blocks."""
+        return self.num_blocks * self.shape.bytes_per_block
+
+    @property
     def num_tokens(self) -> int:
         """Rows of KV that the pool holds."""
         return self.num_blocks * self.shape.block_size
@@ -104,10 +122,9 @@ class KvBudget:
         """
         mean_tokens = min(PRIOR_TOKENS * (1 if self.role == "prefill" else 2), self.context_length)
         what = "prompts" if self.role == "prefill" else "sequences (prompt and answer)"
-        num_bytes = self.num_blocks * self.shape.bytes_per_block
         text = (
             f"KV cache: {self.num_blocks:,} blocks of {self.shape.block_size} tokens, "
-            f"{self.num_tokens:,} tokens in {_mebibytes(num_bytes)} ({self.source}); room for "
+            f"{self.num_tokens:,} tokens in {_mebibytes(self.num_bytes)} ({self.source}); room for "
             f"{self.num_tokens // mean_tokens:,} {what} of {mean_tokens} tokens, the mean length "
             "assumed as long as none are known"
         )
@@ -122,7 +139,7 @@ class KvBudget:
         It is allowed: a small machine serves short requests with such a pool.
         """
         needed = self.shape.context_bytes(self.context_length)
-        if self.num_blocks * self.shape.bytes_per_block >= needed:
+        if self.num_bytes >= needed:
             return None
         return (
             f"the KV cache holds {self.num_tokens:,} tokens, less than one context of "
@@ -140,7 +157,7 @@ def check_memory(config: WorkerConfig, device: torch.device) -> None:
     asked = []
     if config.kv_memory_fraction is None:
         asked.append(("kv_memory_bytes", config.kv_memory_bytes, device))
-    if config.swap_memory_bytes is not None and config.role == "decode":
+    if config.swap_memory_bytes is not None and config.role != "prefill":
         asked.append(("swap_memory_bytes", config.swap_memory_bytes, torch.device("cpu")))
     for name, value, place in asked:
         there = total_bytes(place)
@@ -162,7 +179,7 @@ def _fraction_of(fraction: float, shape: KvShape, facts: MemoryFacts) -> tuple[i
 
 def _swap_bytes(config: WorkerConfig, pool_bytes: int, facts: MemoryFacts) -> int:
     # With `reserve` nobody is ever preempted.
-    if config.role != "decode" or config.admission == "reserve":
+    if config.role == "prefill" or config.admission == "reserve":
         return 0
     if config.swap_memory_bytes is not None:
         return config.swap_memory_bytes

@@ -23,8 +23,8 @@ def worker_load(
     num_landing: int,
     swap: PoolUsage | None,
 ) -> common_pb2.WorkerLoad:
-    """Gauges and counters; an engine's steps are of its worker's role, and prompt tokens prefill's.
-    `swap`: of the slots in the host's memory; None: there are none.
+    """Gauges and counters; steps are of the worker's role, a colocated one's decode's, and prompt
+    tokens are prefill's. `swap`: of the slots in the host's memory; None: there are none.
     """
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,
@@ -39,6 +39,7 @@ def worker_load(
         waiting=stats.waiting,
         transferring=transfers.sending + num_landing,
         waiting_tokens=stats.waiting_tokens,
+        model_s=stats.model_s,
         kv_bytes_sent=transfers.bytes_sent,
         kv_bytes_received=transfers.bytes_received,
         kv_transfers_completed=transfers.completed,

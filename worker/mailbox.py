@@ -52,7 +52,15 @@ class PreemptedEvent:
     num_preemptions: int  # so far
 
 
-EngineEvent = JoinedEvent | TokenEvent | BrokenEvent | PreemptedEvent
+@dataclass(frozen=True)
+class ParkedEvent:
+    """The sequence is out of the batch, to be moved; all its tokens were told."""
+
+    number: int  # of the move
+    num_rows: int  # of KV in its blocks: of all its tokens but the last
+
+
+EngineEvent = JoinedEvent | TokenEvent | BrokenEvent | PreemptedEvent | ParkedEvent
 
 
 class Mailbox:

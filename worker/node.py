@@ -104,6 +104,7 @@ class WorkerNode:
                 config.max_batch_size,
                 host_pool,
                 mixes_prompts=loaded.device.type == "cpu",
+                chunk_tokens=config.prefill_chunk_tokens if config.role == "colocated" else 0,
             )
             mover = KvMover(cache, num_slots)
         engine = Engine(
@@ -185,6 +186,7 @@ class WorkerNode:
                 self.lifecycle,
                 self.engine,
                 self.tickets,
+                self.sender,
                 prefix_cache=self.prefix_cache,
             ),
             server,

@@ -28,6 +28,7 @@ class SequenceState(Enum):
     WAITING = auto()  # queued, nothing computed
     RUNNING = auto()  # in the schedule: its blocks are pinned by the engine
     SWAPPED = auto()  # preempted: its KV is in host memory, it has no blocks
+    PARKED = auto()  # in no step: its KV is about to go to another worker
     DONE = auto()  # out of the schedule: finished here, or removed
 
     def can_become(self, target: SequenceState) -> bool:
@@ -40,6 +41,9 @@ class SequenceState(Enum):
             (SequenceState.RUNNING, SequenceState.SWAPPED),
             (SequenceState.SWAPPED, SequenceState.RUNNING),
             (SequenceState.SWAPPED, SequenceState.DONE),
+            (SequenceState.RUNNING, SequenceState.PARKED),
+            (SequenceState.PARKED, SequenceState.WAITING),
+            (SequenceState.PARKED, SequenceState.DONE),
         }
 
 

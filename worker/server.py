@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import weakref
 from typing import TYPE_CHECKING
 
 import grpc
@@ -22,6 +23,7 @@ from legato.worker.loading import choose_device, load_model
 from legato.worker.node import WorkerNode
 from legato.worker.sampler import launch_sample
 from legato.worker.spare_memory import give_back_code, give_back_freed
+from legato.worker.successor import check_same_weights, freed
 from legato.worker.watchdog import watch
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ _SERVICES = (
 )
 
 
-class StartError(Exception):
+class StartError(OSError):
     """The worker cannot listen where it was told to."""
 
 
@@ -74,13 +76,18 @@ class WorkerServer:
         sample: SampleFunction = launch_sample,
         exit_process: Callable[[], None] = _exit_process,
         step_timeout_s: float = 10.0,
+        inherited_kv_bytes: int | None = None,
     ) -> None:
+        """`loaded`: where the model need not be loaded any more. `inherited_kv_bytes`: see
+        `KvBudget.of`.
+        """
         self._config = config
         self._loaded = loaded
         self._on_progress = on_progress
         self._sample = sample
         self._exit_process = exit_process
         self._step_timeout_s = step_timeout_s
+        self._kv_bytes = inherited_kv_bytes
         self._lifecycle = Lifecycle()
         self._health = health.aio.HealthServicer()
         self._node: WorkerNode | None = None
@@ -119,12 +126,16 @@ class WorkerServer:
             # Now, not when the weights have been read.
             check_memory(self._config, choose_device(self._config.device))
             loaded = await asyncio.to_thread(load_model, self._config, self._on_progress)
+            self._loaded = loaded
         if loaded.device.type == "cpu" and not native.available():
             _log.warning(
                 "the CPU kernels were not compiled for this machine: tokens take several times "
                 "longer; install a C compiler and install legato again"
             )
-        budget = await asyncio.to_thread(KvBudget.of, self._config, loaded)
+        budget = await asyncio.to_thread(
+            KvBudget.of, self._config, loaded, inherited_bytes=self._kv_bytes
+        )
+        self._kv_bytes = budget.num_bytes
         node = WorkerNode.build(
             self._config,
             loaded,
@@ -180,6 +191,30 @@ class WorkerServer:
         if not await asyncio.to_thread(self.node.engine.stop, _ENGINE_STOP_TIMEOUT_S):
             _log.error("the engine did not end within %g s", _ENGINE_STOP_TIMEOUT_S)
         self.node.pager.close()
+
+    async def successor(self, config: WorkerConfig) -> WorkerServer:
+        """After `stop`: a worker of another role around the same weights, not started. It has an
+        identity of its own, and listens where `config` says. No file is read, and the KV memory of
+        this one is free before it takes its own.
+
+        Raises:
+            ValueError: `config` asks for other weights than are loaded.
+            RuntimeError: this one's KV memory is not free.
+        """
+        assert self._server is None, "stopped first"
+        if self._loaded is None or self._node is None:
+            raise RuntimeError("the worker has not started")
+        check_same_weights(self._config, config, self._loaded)
+        cache, self._node, self._links = weakref.ref(self._node.cache), None, None
+        await freed(cache)
+        return WorkerServer(
+            config,
+            self._loaded,
+            sample=self._sample,
+            exit_process=self._exit_process,
+            step_timeout_s=self._step_timeout_s,
+            inherited_kv_bytes=self._kv_bytes,
+        )
 
     def _begin_drain(self) -> None:
         if self._lifecycle.phase is Phase.READY:

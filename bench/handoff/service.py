@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.role_change import UnknownWorkerError
 from legato.cluster.router import Router
 from legato.protos import cluster_pb2, common_pb2
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.role_change import RoleChange
+    from legato.cluster.router_load import RouterLoad
     from legato.cluster.text.model_text import ModelText
 
 START_TIMEOUT_S = 300.0
@@ -55,11 +58,22 @@ class _NoController:
         """Changes nothing."""
         return targets
 
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        """Nobody asks for it."""
+        raise UnknownWorkerError("nothing here changes its role")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Does nothing."""
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """Its requests fail, and say so."""
+
+    async def report_load(self, load: RouterLoad) -> None:
+        """Nobody reads it."""
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        """There is none."""
+        return cluster_pb2.AutoscalerStatus()
 
 
 @asynccontextmanager

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 
 CALL_TIMEOUT_S = 5.0  # of one small call between actors
+COMMAND_TIMEOUT_S = 7.0  # of one to the controller, which may have to start again
+RETRY_S = 0.2
+_REFUSALS = (UnknownWorkerError, RoleChangeRefusedError, ValueError, ConnectionError)
 
 
-async def bounded(call: Any) -> Any:  # noqa: ANN401  # Ray's references have no static type
-    """What a call to the controller gives within CALL_TIMEOUT_S.
+async def bounded(ask: Callable[[], Any], timeout_s: float = COMMAND_TIMEOUT_S) -> Any:  # noqa: ANN401  # Ray's references have no static type
+    """What the controller answers to `ask()`, asked again while it restarts: the same question
+    twice must do no harm.
 
     Raises:
-        ValueError: it refused.
-        ConnectionError: it is gone.
+        ValueError: it refused; of a class of `role_change` where the refusal was.
+        ConnectionError: it is gone, or is not back yet, or Ray's head is gone.
         TimeoutError: no answer.
     """
-    try:
-        return await asyncio.wait_for(call, CALL_TIMEOUT_S)
-    except RayTaskError as error:
-        # A refusal of the controller arrives wrapped in the remote traceback.
-        if isinstance(error.cause, ValueError):
-            raise ValueError(str(error.cause)) from error
-        raise
-    except RayActorError as error:
-        raise ConnectionError("the controller is gone: the service is ending") from error
-    except TimeoutError as error:
-        raise TimeoutError(f"the controller gave no answer within {CALL_TIMEOUT_S:g} s") from error
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while True:
+        try:
+            return await asyncio.wait_for(ask(), deadline_s - loop.time())
+        except RayTaskError as error:
+            # A refusal of the controller arrives wrapped in the remote traceback.
+            for kind in _REFUSALS:
+                if isinstance(error.cause, kind):
+                    raise kind(str(error.cause)) from error
+            raise
+        except ActorUnavailableError as error:
+            if loop.time() + RETRY_S >= deadline_s:
+                raise ConnectionError("the controller is restarting; try again") from error
+        except RayActorError as error:
+            raise ConnectionError("the controller is gone: the service is ending") from error
+        except TimeoutError as error:
+            raise TimeoutError(f"the controller gave no answer within {timeout_s:g} s") from error
+        await asyncio.sleep(RETRY_S)
 
 
 async def result_of(call: Any) -> Any:  # noqa: ANN401  # Ray's references have no static type

@@ -19,17 +19,23 @@ class WorkerPlan:
 
     model: str
     engines: Mapping[Role, EngineOptions]
-    placement: WorkerPlacement
+    placements: Mapping[Role, WorkerPlacement]
     spread: bool  # over the nodes of a joined cluster
+    nodes_may_come: bool = False  # from an autoscaler of Ray's
 
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """Everything the router actor needs."""
+    """Everything a router actor needs."""
 
-    options: RouterOptions
+    options: RouterOptions  # of the first router: see `port_of`
+    num_routers: int
     model_path: str
     model_name: str
     version: str
     owner_pid: int
     owner_host: str
+
+    def port_of(self, number: int) -> int:
+        """Where the router of that number, from 0, listens; 0 where any free port will do."""
+        return self.options.port and self.options.port + number

@@ -1,52 +1,68 @@
-"""RouterActor: the router in a process of its own."""
+"""RouterActor: a router in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
 from legato.cluster.actors.control_calls import ControlCalls
+from legato.cluster.actors.head_store import HeadStore
 from legato.cluster.actors.logs import begin_logging
+from legato.cluster.actors.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from legato.cluster.actors.plans import RouterPlan
-    from legato.cluster.control_plane import WorkerEndpoint
+
+FOLLOW_TIMEOUT_S = 15.0  # longer than the controller holds a question
+RETRY_S = 0.2
+# For the port of a process that has just been killed to become free.
+BIND_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RouterPlace:
+    """Where a router serves."""
+
+    address: str  # host:port
+    process: WorkerProcess
 
 
 class RouterActor:
-    """Hosts the Router."""
+    """Hosts a Router, and keeps its list of workers the controller's newest.
 
-    def __init__(self) -> None:
-        self._router: Any = None
-        self._started = asyncio.Event()
+    Ray restarts its process where that ends; it then serves at the port that it had.
+    """
 
-    async def start(self, controller: Any, plan: RouterPlan) -> str:  # noqa: ANN401  # an actor handle has no static type
-        """Serves the public address, and returns it."""
-        from legato.cluster.router import Router
-        from legato.cluster.text.model_text import ModelText
-
+    async def __init__(self, controller: Any, plan: RouterPlan, number: int) -> None:  # type: ignore[misc]  # noqa: ANN401  # Ray awaits it; an actor handle has no static type
         begin_logging()
-        text = await asyncio.to_thread(ModelText.load, Path(plan.model_path))
-        self._router = Router(
-            plan.options,
-            text,
-            ControlCalls(controller),
-            model_name=plan.model_name,
-            version=plan.version,
-            owner_pid=plan.owner_pid,
-            owner_host=plan.owner_host,
-        )
-        address: str = await self._router.start()
-        self._started.set()
-        return address
+        self._controller = controller
+        self._plan = plan
+        self._number = number
+        self._router: Any = None
+        self._end_asked: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve())
+        self._following: asyncio.Task[None] | None = None
 
-    async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
-        """The full list, as it is now."""
-        await self._started.wait()
-        await self._router.set_workers(workers)
+    async def place(self) -> RouterPlace:
+        """Where it serves, once it does; ValueError or OSError where it cannot."""
+        return await asyncio.shield(self._serving)
+
+    async def end_asked(self) -> float:
+        """Returns when somebody asked for the service's end: the seconds given to running requests.
+
+        The call fails at the moment when the process ends.
+        """
+        return await asyncio.shield(self._end_asked)
 
     async def end(self, drain_timeout_s: float) -> None:
         """No new requests; running ones have `drain_timeout_s`; then the port closes."""
@@ -54,6 +70,64 @@ class RouterActor:
             await self._router.drain(drain_timeout_s)
             await self._router.stop()
 
-    async def watch(self) -> None:
-        """Never returns; see `WorkerActor.watch`."""
-        await asyncio.Event().wait()
+    async def _serve(self) -> RouterPlace:
+        from legato.cluster.router import Router
+        from legato.cluster.text.model_text import ModelText
+
+        plan = self._plan
+        text = await asyncio.to_thread(ModelText.load, Path(plan.model_path))
+        context = ray.get_runtime_context()
+        store, key = HeadStore(context.namespace), f"port-{self._number}"
+        earlier_port = await store.recall(key)
+        port = earlier_port or plan.port_of(self._number)
+        router = Router(
+            dataclasses.replace(plan.options, port=port),
+            text,
+            ControlCalls(self._controller, self._ask_end),
+            model_name=plan.model_name,
+            version=plan.version,
+            owner_pid=plan.owner_pid,
+            owner_host=plan.owner_host,
+        )
+        address = await _bind(router, 0.0 if earlier_port is None else BIND_TIMEOUT_S)
+        await store.keep(key, int(address.rpartition(":")[2]))
+        self._router = router
+        self._following = asyncio.create_task(self._follow())
+        me = psutil.Process()
+        return RouterPlace(address, WorkerProcess(context.get_node_id(), me.pid, me.create_time()))
+
+    def _ask_end(self, drain_timeout_s: float) -> None:
+        if not self._end_asked.done():
+            self._end_asked.set_result(drain_timeout_s)
+
+    async def _follow(self) -> None:
+        """Asks the controller for its list, over and over: the answer comes when there is news.
+        While there is no answer, the router goes on with the list that it has.
+        """
+        known = None
+        while True:
+            try:
+                asked = self._controller.workers.remote(known)
+                known, workers = await asyncio.wait_for(asked, FOLLOW_TIMEOUT_S)
+            except ActorDiedError:
+                log.exception("the controller is gone for good: no news of workers any more")
+                return
+            except (RayError, TimeoutError) as error:
+                log.warning("no news of workers from the controller: %s", type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+                continue
+            await self._router.set_workers(workers)
+
+
+async def _bind(router: Any, patience_s: float) -> str:  # noqa: ANN401  # imported late
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + patience_s
+    while True:
+        try:
+            address: str = await router.start()
+        except OSError:
+            if loop.time() > deadline_s:
+                raise
+            await asyncio.sleep(RETRY_S)
+        else:
+            return address

@@ -1,24 +1,32 @@
-"""RayService: what a service's owner holds: Ray itself, the router's actor, the controller's."""
+"""RayService: what a service's owner holds: Ray itself, the routers' actors, the controller's."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-from ray.exceptions import RayTaskError
+from ray._private.services import canonicalize_bootstrap_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from legato.cluster.actors.calls import CALL_TIMEOUT_S, outcome
-from legato.cluster.actors.controller_actor import ControllerActor
+from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
+from legato.cluster.actors.controller_actor import HEAD_LOST
+from legato.cluster.actors.controller_link import ControllerLink
+from legato.cluster.actors.head_store import forget
 from legato.cluster.actors.launcher import STOP_GRACE_S
-from legato.cluster.actors.router_actor import RouterActor
+from legato.cluster.actors.router_group import RouterGroup
+from legato.cluster.errors import ServiceError
+from legato.cluster.owner_watch import OwnerProcess
 from legato.cluster.placement import ClusterFacts
+from legato.cluster.ray_address import probe_ray
 from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from legato.cluster.actors.plans import RouterPlan, WorkerPlan
@@ -32,33 +40,56 @@ class RayService:
     """Not thread-safe."""
 
     def __init__(self) -> None:
-        self._controller: Any = None
-        self._router: Any = None
-        self._address_call: Any = None
-        self._shutdown_call: Any = None
+        # Names in it are this service's alone, also where it shares the cluster with others.
+        self._namespace = f"legato-{secrets.token_hex(8)}"
+        self._controller: ControllerLink | None = None
+        self._routers: RouterGroup | None = None
         self._head: psutil.Process | None = None  # of our own Ray
-        self._lifelines: dict[Any, str] = {}  # calls that end only where something is wrong
+        self._head_lost = False
 
-    def start_own(self, temp_dir: Path, num_actors: int) -> ClusterFacts:
-        """Starts a Ray for this service alone; it ends with this process, however that ends."""
+    def start_own(self, temp_dir: Path, num_cpus: int) -> ClusterFacts:
+        """Starts a Ray for this service alone; it ends with this process, however that ends.
+
+        Raises:
+            ServiceError: it does not start.
+        """
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
-        ray.init(
-            address="local",
-            num_cpus=num_actors,  # our actors ask for none; it is how many processes Ray readies
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            _temp_dir=str(temp_dir),
-            _node_ip_address="127.0.0.1",
-        )
+        with _failure_in_words("Ray could not be started"):
+            ray.init(
+                address="local",
+                namespace=self._namespace,
+                num_cpus=num_cpus,  # how many processes Ray readies, too
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=False,
+                _temp_dir=str(temp_dir),
+                _node_ip_address="127.0.0.1",
+            )
         children = psutil.Process().children()
         self._head = next((child for child in children if child.name() == "gcs_server"), None)
         return self._facts(joined=False)
 
     def join(self, address: str) -> ClusterFacts:
-        """Joins the cluster at host:port, which `probe_ray` has found alive."""
-        ray.init(address=address, configure_logging=False, log_to_driver=False)
+        """Joins the cluster at host:port, which `probe_ray` has found alive.
+
+        Raises:
+            ServiceError: Ray would not find it, or refuses, such as for another version.
+        """
+        # Ray puts this machine's own address in the place of loopback, and would wait for minutes.
+        dialled = canonicalize_bootstrap_address(address) or address
+        if dialled != address:
+            try:
+                probe_ray(dialled)
+            except ServiceError as error:
+                raise ServiceError(f"Ray takes {address} for {dialled}: {error}") from error
+        with _failure_in_words(f"joining Ray at {address} failed"):
+            ray.init(
+                address=address,
+                namespace=self._namespace,
+                configure_logging=False,
+                log_to_driver=False,
+            )
         return self._facts(joined=True)
 
     def launch(
@@ -69,89 +100,124 @@ class RayService:
         options: ControllerOptions,
     ) -> None:
         """Begins to start everything."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        settings = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
-        self._controller = (
-            ray.remote(ControllerActor).options(**settings).remote(worker_plan, targets, options)
-        )
-        self._router = ray.remote(RouterActor).options(**settings).remote()
-        self._lifelines = {
-            self._controller.run.remote(self._router): "the controller",
-            self._router.watch.remote(): "the router",
-        }
-        self._address_call = self._router.start.remote(self._controller, router_plan)
-        self._shutdown_call = self._controller.shutdown_asked.remote()
+        node_id, me = ray.get_runtime_context().get_node_id(), psutil.Process()
+
+        def here(*, soft: bool) -> dict[str, Any]:
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=soft)
+            return {"num_cpus": 0, "scheduling_strategy": strategy}
+
+        owner = OwnerProcess(node_id, me.pid, me.create_time())
+        # Where this node is lost, the controller comes up on another, to end the workers.
+        self._controller = ControllerLink(worker_plan, targets, options, owner, here(soft=True))
+        self._routers = RouterGroup(self._controller.handle, router_plan, here(soft=False))
+
+    def tend(self) -> list[str]:
+        """Keeps routers and controller alive; returns what a person should know. To be called a few
+        times a second for as long as the service runs.
+        """
+        now_s, news = time.monotonic(), []
+        if self._head is not None and not self._head_lost and not _lives(self._head):
+            self._head_lost = True
+            if self._controller is not None:
+                self._controller.ask("head_lost")
+            news.append(HEAD_LOST)
+        if self._routers is not None:
+            news += self._routers.look(now_s)
+        if self._controller is not None and (text := self._controller.look(now_s)):
+            news.append(text)
+        return news
+
+    @property
+    def head_lost(self) -> bool:
+        """True once the head of our own Ray has ended: nothing is started again after that."""
+        return self._head_lost
 
     def failure(self) -> str:
         """Why the service cannot go on; empty while it can."""
-        # Ray itself gives up after a minute, and until then nothing lost is replaced.
-        if self._head is not None and not _lives(self._head):
+        if self._controller is None or self._routers is None:
+            return ""
+        return self._routers.failure() or self._controller.failure
+
+    def start_failure(self) -> str:
+        """Why the service cannot come up; empty while it may."""
+        if self._head_lost:
             return "Ray's head process (gcs_server) ended"
-        done, _ = ray.wait(list(self._lifelines), timeout=0)
-        for call in done:
-            return f"{self._lifelines[call]} ended: {outcome(call)}"
-        return ""
+        if self._controller is None or self._routers is None:
+            return ""
+        failed = self._routers.start_failure() or self._controller.failure
+        return failed or self._controller.ask("hopeless") or ""
 
-    def router_address(self) -> str | None:
-        """host:port once the router serves; ValueError or OSError where it cannot."""
-        done, _ = ray.wait([self._address_call], timeout=0)
-        if not done:
-            return None
-        try:
-            address: str = ray.get(self._address_call)
-        except RayTaskError as error:
-            if isinstance(error.cause, (ValueError, OSError)):
-                raise ValueError(str(error.cause)) from error
-            raise
-        return address
+    def router_addresses(self) -> list[str]:
+        """host:port of each, once all serve."""
+        return [] if self._routers is None else self._routers.addresses()
 
-    def pools(self) -> list[cluster_pb2.PoolStatus]:
-        """See Controller.pools."""
-        raw = ray.get(self._controller.pools.remote(), timeout=CALL_TIMEOUT_S * 2)
-        return [cluster_pb2.PoolStatus.FromString(data) for data in raw]
+    def pools(self) -> list[cluster_pb2.PoolStatus] | None:
+        """See Controller.pools; None where it does not answer, such as while it restarts."""
+        raw = None if self._controller is None else self._controller.ask("pools")
+        return None if raw is None else [cluster_pb2.PoolStatus.FromString(data) for data in raw]
 
-    def hopeless(self) -> str:
-        """See Controller.hopeless."""
-        reason: str = ray.get(self._controller.hopeless.remote(), timeout=CALL_TIMEOUT_S * 2)
-        return reason
-
-    def shutdown_asked(self) -> float | None:
+    def end_asked(self) -> float | None:
         """The seconds given to running requests, once somebody asked for the end."""
-        done, _ = ray.wait([self._shutdown_call], timeout=0)
-        if not done or self.failure():
-            return None
-        seconds: float = ray.get(self._shutdown_call)
-        return seconds
+        return None if self._routers is None else self._routers.end_asked()
 
-    def begin_drain(self, drain_timeout_s: float) -> Any:  # noqa: ANN401  # Ray's references have no static type
-        """Closes the router to new requests; `done` tells when the running ones have ended."""
-        return self._router.end.remote(drain_timeout_s)
+    def begin_drain(self, drain_timeout_s: float) -> list[Any]:
+        """Closes the routers to new requests; `done` tells when the running ones have ended."""
+        return [] if self._routers is None else self._routers.begin_end(drain_timeout_s)
 
-    def begin_stop(self) -> Any:  # noqa: ANN401  # Ray's references have no static type
+    def begin_stop(self) -> list[Any]:
         """Ends the workers."""
-        return self._controller.stop_workers.remote(STOP_GRACE_S)
+        if self._controller is None:
+            return []
+        return [self._controller.handle.stop_workers.remote(STOP_GRACE_S)]
 
-    def done(self, call: Any, timeout_s: float) -> bool:  # noqa: ANN401  # Ray's references have no static type
-        """Waits for a call of `begin_...`; True when it has ended, well or not."""
-        finished, _ = ray.wait([call], timeout=timeout_s)
-        return bool(finished)
+    def done(self, calls: list[Any], timeout_s: float) -> bool:
+        """Waits for calls of `begin_...`; True when all have ended, well or not."""
+        if not calls:
+            return True
+        _, running = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        return not running
 
     def close(self) -> None:
-        """Ends the actors, and Ray if it is our own."""
-        for actor in (self._router, self._controller):
-            if actor is not None:
-                ray.kill(actor, no_restart=True)
+        """Ends the actors, and Ray if it is our own.
+
+        Where its head is lost, nothing here can: its calls would not return, and whoever holds the
+        temporary folder ends the processes that carry its mark.
+        """
+        if self._head_lost:
+            return
+        if self._routers is not None:
+            self._routers.kill()
+        if self._controller is not None:
+            ray.kill(self._controller.handle, no_restart=True)
+            if self._head is None:
+                self._leave_nothing()
         ray.shutdown()
 
+    def nodes_may_come(self) -> bool:
+        """Whether an autoscaler may add nodes to the cluster."""
+        return may_grow()
+
+    def _leave_nothing(self) -> None:
+        """Actors that the controller did not end, in a cluster that goes on without us."""
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] == self._namespace:
+                try:
+                    ray.kill(ray.get_actor(actor["name"], self._namespace), no_restart=True)
+                except ValueError:
+                    continue  # it has just ended
+        forget(self._namespace)
+
     def _facts(self, *, joined: bool) -> ClusterFacts:
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
-        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
-        return ClusterFacts(
-            joined=joined,
-            num_nodes=len([node for node in nodes if node["Alive"]]),
-            num_gpus=resources.get("GPU", 0.0),
-            num_cores=len(os.sched_getaffinity(0)),
-        )
+        cores = len(os.sched_getaffinity(0))
+        return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)
+
+
+@contextmanager
+def _failure_in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Ray raises bare ones, such as where its raylet starts too slowly
+        raise ServiceError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 
 def _lives(process: psutil.Process) -> bool:

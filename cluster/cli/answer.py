@@ -8,9 +8,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from legato.cluster.client_events import Finished
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from legato.cluster.client_events import Event
     from legato.protos import generation_pb2
 
 
@@ -36,17 +39,17 @@ class Answer:
 
 
 def read_answer(
-    responses: Iterable[generation_pb2.GenerateResponse],
+    events: Iterable[Event],
     on_text: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
     """Reads a stream of one answer to its end. `on_text` gets every piece of text as it comes."""
-    [answer] = read_answers(responses, 1, lambda _, text: on_text(text), clock)
+    [answer] = read_answers(events, 1, lambda _, text: on_text(text), clock)
     return answer
 
 
 def read_answers(
-    responses: Iterable[generation_pb2.GenerateResponse],
+    events: Iterable[Event],
     num_answers: int,
     on_text: Callable[[int, str], None],
     clock: Callable[[], float] = time.monotonic,
@@ -58,18 +61,17 @@ def read_answers(
     """
     started_s = clock()
     answers = [Answer() for _ in range(num_answers)]
-    for response in responses:
-        answer = answers[response.index]
-        if response.WhichOneof("event") == "finish":
-            answer.finish = response.finish
-            on_text(response.index, "")
+    for event in events:
+        answer = answers[event.index]
+        if isinstance(event, Finished):
+            answer.finish = event.finish
+            on_text(event.index, "")
             continue
-        delta = response.delta
-        answer.token_ids += delta.token_ids
-        answer.token_times_s += _spread(answer, clock() - started_s, len(delta.token_ids))
-        if delta.text:
-            answer.text += delta.text
-            on_text(response.index, delta.text)
+        answer.token_ids += event.token_ids
+        answer.token_times_s += _spread(answer, clock() - started_s, len(event.token_ids))
+        if event.text:
+            answer.text += event.text
+            on_text(event.index, event.text)
     return answers
 
 

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from legato.cluster.client_target import parse_addresses
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import grpc
+
+    from legato.cluster.client import Client
 
 DEFAULT_PORT = 50051
 CONNECT_TIMEOUT_S = 5.0
@@ -24,7 +27,8 @@ AddressOption = Annotated[
     typer.Option(
         "--address",
         envvar="LEGATO_ADDRESS",
-        help=f"Where the service listens, host:port. Default 127.0.0.1:{DEFAULT_PORT}.",
+        help="Where the service listens, host:port; of several routers with commas between them. "
+        f"Default 127.0.0.1:{DEFAULT_PORT}.",
         show_default=False,
     ),
 ]
@@ -35,53 +39,88 @@ PortOption = Annotated[
 
 
 def choose_address(address: str | None, port: int | None) -> str:
-    """host:port from the two options."""
+    """host:port from the two options, or several with commas between them."""
     if port is not None:
         return f"127.0.0.1:{port}"
     if address is None:
         return f"127.0.0.1:{DEFAULT_PORT}"
-    host, _, number = address.rpartition(":")
-    if not host or not number.isdigit() or not 0 < int(number) < 65536:
-        raise typer.BadParameter(f"must be host:port, got {address!r}", param_hint="--address")
-    return address
+    try:
+        return ",".join(parse_addresses(address))
+    except ValueError:
+        raise typer.BadParameter(
+            f"must be host:port, or several with commas between them, got {address!r}",
+            param_hint="--address",
+        ) from None
 
 
 def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
-    """True where something accepts connections."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except OSError:
-        return False
-    return True
+    """True where something accepts connections; of several addresses, at one of them."""
+    return _first_open(address, timeout_s) is not None
+
+
+def _first_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str | None:
+    for target in address.split(","):
+        host, _, port = target.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+        except OSError:
+            continue
+        return target
+    return None
 
 
 @contextmanager
 def connect(address: str) -> Iterator[grpc.Channel]:
-    """A channel; within the block, gRPC errors become ServiceErrors of one sentence.
+    """A channel to the first router that is there; within the block, gRPC errors become
+    ServiceErrors of one sentence.
 
     Raises:
         ServiceError: nothing listens, or a call failed.
     """
     import grpc
 
-    if not is_open(address):
-        raise ServiceError(
-            f"no service answers at {address}; start one with `legato serve --model …`, or say "
-            "where it is with --address"
-        )
+    target = _first_open(address)
+    if target is None:
+        raise _nobody(address)
     options = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20)]
-    with grpc.insecure_channel(address, options=options) as channel:
-        try:
-            yield channel
-        except grpc.RpcError as error:
-            raise ServiceError(_sentence(error, address)) from error
+    with _sentences(target), grpc.insecure_channel(target, options=options) as channel:
+        yield channel
+
+
+@contextmanager
+def connect_client(address: str) -> Iterator[Client]:
+    """As `connect`, for streams, which go on at another router where one is lost."""
+    from legato.cluster.client import Client
+
+    if not is_open(address):
+        raise _nobody(address)
+    with _sentences(address), Client(address) as client:
+        yield client
+
+
+def _nobody(address: str) -> ServiceError:
+    return ServiceError(
+        f"no service answers at {address}; start one with `legato serve --model …`, or say "
+        "where it is with --address"
+    )
+
+
+@contextmanager
+def _sentences(address: str) -> Iterator[None]:
+    import grpc
+
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise ServiceError(_sentence(error, address)) from error
 
 
 def _sentence(error: grpc.RpcError, address: str) -> str:
     import grpc
 
     code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("the deadline of "):
+        return details  # of the client's own, in a sentence
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cluster.cli.answer import read_answer
-from legato.cluster.cli.connection import connect
+from legato.cluster.cli.connection import connect_client
 from legato.cluster.cli.generate import make_request, write_text
 from legato.cluster.cli.serve import run_service
 from legato.cluster.cli.timing_table import timing_table
@@ -58,16 +58,17 @@ def demo(
 def _ask(address: str, prompt: str, max_tokens: int, write: Callable[[str], None]) -> None:
     from rich.console import Console
 
-    from legato.protos import common_pb2, generation_pb2_grpc
+    from legato.protos import common_pb2
 
     console = Console(highlight=False)
     console.print(f"\n> {prompt}\n", markup=False, style="bold")
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0)
     request = make_request(prompt, sampling, chat=True, system=None)
-    with connect(address) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        call = stub.Generate(request, timeout=ANSWER_TIMEOUT_S)
-        answer = read_answer(call, write)
+    with (
+        connect_client(address) as client,
+        client.stream(request, timeout_s=ANSWER_TIMEOUT_S) as stream,
+    ):
+        answer = read_answer(stream, write)
     print("\n")
     console.print(timing_table(answer))
     print()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cluster.cli.answer import Answer, InTurn, read_answers
-from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect
+from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect_client
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
+    from legato.cluster.client import Event
     from legato.protos import common_pb2, generation_pb2
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what the fields of the request can hold
@@ -86,17 +87,15 @@ def generate(
 
         legato generate "A name for a cat" --n 3 --max-tokens 16
     """
-    from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
+    from legato.protos import common_pb2
 
     text = _read_stdin() if prompt == "-" else prompt
     for name, words in (("the prompt", [text]), ("--system", [system]), ("--stop", stop or [])):
         for word in words:
             _check_utf8(name, word or "")
-    with connect(choose_address(address, port)) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
+    with connect_client(choose_address(address, port)) as client:
         if chat is None:
-            model = stub.GetModel(generation_pb2.GetModelRequest(), timeout=10)
-            chat = model.has_chat_template
+            chat = client.model().has_chat_template
         sampling = common_pb2.SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -110,8 +109,9 @@ def generate(
         request.n = n
         if priority is PriorityName.BATCH:
             request.priority = common_pb2.PRIORITY_BATCH
-        call = stub.Generate(request, timeout=timeout)
-        answers = _print_stream(call, call.cancel, n, quiet=as_json, timeout_s=timeout)
+        # Ctrl-C, or nobody reads our output: leaving the block frees the KV at once.
+        with client.stream(request, timeout_s=timeout) as stream:
+            answers = _print_stream(stream, n, quiet=as_json)
     if as_json:
         objects = [_as_dict(answer) for answer in answers]
         shown = objects[0] if n == 1 else {"answers": objects}
@@ -147,41 +147,10 @@ def make_request(
     return generation_pb2.GenerateRequest(messages=chat_messages, sampling=sampling)
 
 
-def _print_stream(
-    responses: Iterable[generation_pb2.GenerateResponse],
-    cancel: Callable[[], object],
-    num_answers: int,
-    *,
-    quiet: bool,
-    timeout_s: float | None = None,
-) -> list[Answer]:
-    import grpc
-
-    num_tokens = 0
-
-    def counted() -> Iterator[generation_pb2.GenerateResponse]:
-        nonlocal num_tokens
-        for response in responses:
-            num_tokens += len(response.delta.token_ids)
-            yield response
-
-    try:
-        answers = read_answers(counted(), num_answers, _writer(num_answers, quiet=quiet))
-    except grpc.RpcError as error:
-        # Of its own deadline gRPC says no more than its name; the service's has a sentence.
-        if timeout_s is None or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise
-        raise ServiceError(
-            f"the deadline of {timeout_s:g} s passed before the answer ended "
-            f"(tokens until then: {num_tokens})"
-        ) from error
-    except BaseException:
-        cancel()  # Ctrl-C, or nobody reads our output: free the blocks at once
-        raise
+def _print_stream(events: Iterable[Event], num_answers: int, *, quiet: bool) -> list[Answer]:
+    answers = read_answers(events, num_answers, _writer(num_answers, quiet=quiet))
     if not quiet and (num_answers > 1 or sys.stdout.isatty()):
         print()
-    if any(answer.finish is None for answer in answers):
-        raise ServiceError("the stream ended without a finish: the answer is incomplete")
     return answers
 
 
@@ -225,7 +194,7 @@ def _check_utf8(name: str, text: str) -> None:
 def _as_dict(answer: Answer) -> dict[str, object]:
     from google.protobuf.json_format import MessageToDict
 
-    assert answer.finish is not None  # `_print_stream` raises where it is
+    assert answer.finish is not None, "the client's stream ends with it"
     finish = MessageToDict(
         answer.finish, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

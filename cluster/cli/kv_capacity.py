@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def kv_lines(model: generation_pb2.GetModelResponse) -> list[str]:
-    """The capacity of the largest worker of each pool, and a warning where it is below a context's.
+    """The capacity of the largest worker of each kind, and a warning where it is below a context's.
 
     Such a pool is allowed: a small machine serves short requests with it.
     """

@@ -10,6 +10,7 @@ import typer
 from legato.cluster.cli.demo import demo
 from legato.cluster.cli.generate import generate
 from legato.cluster.cli.operate import scale, status, stop
+from legato.cluster.cli.role import role
 from legato.cluster.cli.serve import serve
 from legato.cluster.errors import ServiceError
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (serve, generate, status, scale, stop, demo):
+for _command in (serve, generate, status, scale, role, stop, demo):
     app.command()(_command)
 
 

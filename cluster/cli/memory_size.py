@@ -6,12 +6,9 @@ import re
 
 import typer
 
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
+from legato.cluster.byte_size import parse_bytes
+
 _FRACTION = re.compile(r"1|\d{0,18}\.\d{1,18}")
-_UNIT = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNIT |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
-    _UNIT |= {_letter: 1024**_power, f"{_letter}I": 1024**_power}
 
 
 def parse_size(text: str, option: str = "--kv-memory", or_else: str = "") -> int:
@@ -19,12 +16,11 @@ def parse_size(text: str, option: str = "--kv-memory", or_else: str = "") -> int
 
     `or_else`: what the option takes besides, for the message.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = parse_bytes(text)
+    if size is None:
         raise typer.BadParameter(
             f"must be a size such as 512MiB or 2GiB{or_else}, got {text!r}", param_hint=option
         )
-    size = int(float(match[1]) * _UNIT[(match[2] or "").upper()])
     if size < 1:
         raise typer.BadParameter(f"must be at least 1 byte{or_else}, got {text}", param_hint=option)
     return size

@@ -72,7 +72,9 @@ def status(
 
 
 def scale(
-    targets: Annotated[list[str], typer.Argument(help="prefill=N, decode=N, or both.")],
+    targets: Annotated[
+        list[str], typer.Argument(help="prefill=N, decode=N, colocated=N: one or more.")
+    ],
     wait: Annotated[
         float | None,
         typer.Option(min=0.1, help="Wait up to so many seconds until the pools are there."),
@@ -80,7 +82,7 @@ def scale(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Set how many workers a pool has; the other pool stays as it is.
+    """Set how many workers a pool has; pools that are not named stay as they are.
 
     Workers that go finish their running streams first.
 
@@ -97,7 +99,9 @@ def scale(
         stub = cluster_pb2_grpc.ClusterStub(channel)
         answer = stub.ScalePool(request, timeout=CALL_TIMEOUT_S)
         print("target: " + ", ".join(f"{role_name(t.role)} {t.target}" for t in answer.targets))
-        if empty := [role_name(t.role) for t in answer.targets if not t.target]:
+        sizes = {role_name(t.role): t.target for t in answer.targets}
+        empty = [role for role, size in sizes.items() if not size and role != "colocated"]
+        if empty and not sizes.get("colocated"):
             print(f"nothing is served with no {' and no '.join(empty)} worker", file=sys.stderr)
         deadline_s = time.monotonic() + (wait or 0)
         while wait is not None:
@@ -149,17 +153,16 @@ def stop(
 
 def parse_targets(words: list[str]) -> list[cluster_pb2.PoolTarget]:
     """Raises BadParameter naming the word that is wrong."""
-    from legato.protos import cluster_pb2, common_pb2
+    from legato.cluster.roles import WIRE_ROLES
+    from legato.protos import cluster_pb2
 
-    roles = {
-        "prefill": common_pb2.WORKER_ROLE_PREFILL,
-        "decode": common_pb2.WORKER_ROLE_DECODE,
-    }
+    roles = {str(role): number for role, number in WIRE_ROLES.items()}
     targets: dict[str, cluster_pb2.PoolTarget] = {}
     for word in words:
         pool, _, size = word.partition("=")
         if pool not in roles or not size.isascii() or not size.isdigit():
-            raise typer.BadParameter(f"must be prefill=N or decode=N with N >= 0, got {word!r}")
+            names = " or ".join(f"{role}=N" for role in roles)
+            raise typer.BadParameter(f"must be {names} with N >= 0, got {word!r}")
         if pool in targets:
             raise typer.BadParameter(f"{pool} is given twice")
         if int(size) > 1024:

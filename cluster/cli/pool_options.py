@@ -1,8 +1,20 @@
-"""check_pools: which dtypes `legato serve` takes for its two pools."""
+"""check_pools, check_sizes: which pools `legato serve` takes together."""
 
 from __future__ import annotations
 
 import typer
+
+
+def check_sizes(prefill: int, decode: int, colocated: int) -> None:
+    """Raises typer.BadParameter where these workers could serve nothing."""
+    if colocated or (prefill and decode):
+        return
+    option, other = ("--prefill", "--decode") if not prefill else ("--decode", "--prefill")
+    raise typer.BadParameter(
+        f"0 serves nothing, whatever {other} is: it needs a prefill and a decode worker, or with "
+        "--colocated a worker that is both",
+        param_hint=option,
+    )
 
 
 def check_pools(

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from legato.protos import cluster_pb2, common_pb2
 
+DECISIONS_SHOWN = 5
+
 
 def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
     """The service, its queue, and what each pool says."""
@@ -18,15 +20,40 @@ def status_lines(answer: cluster_pb2.GetStatusResponse) -> list[str]:
         f"legato {answer.version}, owner {answer.owner_pid} on {answer.owner_host}",
         f"requests: {router.queued} queued, {router.in_flight} in flight, {router.completed} "
         f"completed, {router.failed} failed, {router.cancelled} cancelled, {router.refused} "
-        f"refused, {router.moved} moved",
+        f"refused, {router.moved} moved after a loss, {router.moved_with_kv} with their KV",
     ]
     for pool in answer.pools:
+        if not pool.target and not pool.workers and not pool.message and len(answer.pools) > 2:
+            continue  # there is a colocated pool, and this one is not wanted
         text = pool.message or f"{pool.ready} of {pool.target} ready"
         asked = sum(worker.load.prefix_blocks_asked for worker in pool.workers)
         hit = sum(worker.load.prefix_blocks_hit for worker in pool.workers)
         if asked:
             text += f"; prefix hits: {prefix_hits(asked, hit)} blocks"
         lines.append(f"{role_name(pool.role)}: {text}")
+    if answer.HasField("autoscaler"):
+        lines += autoscaler_lines(answer.autoscaler)
+    return lines
+
+
+def autoscaler_lines(status: cluster_pb2.AutoscalerStatus) -> list[str]:
+    """Ranges, goals, what each pool needs now, and the last decisions; --json has all of them."""
+    ranges = ", ".join(
+        f"{role_name(p.role)} {p.min_workers}..{p.max_workers}" for p in status.pools
+    )
+    lines = [
+        f"autoscaler{' (dry run)' * status.dry_run}: {ranges}; goals: "
+        f"TTFT {status.ttft_slo_s * 1000:g} ms, ITL {status.itl_slo_s * 1000:g} ms"
+    ]
+    lines += [
+        f"  {role_name(pool.role)} needs {pool.needed}: {pool.reason}"
+        for pool in status.pools
+        if pool.needed
+    ]
+    lines += [
+        f"  {decision.age_s:,.0f} s ago: {decision.text}"
+        for decision in status.decisions[-DECISIONS_SHOWN:]
+    ]
     return lines
 
 
@@ -107,7 +134,7 @@ def short_id(worker_id: str) -> str:
 
 
 def role_name(role: int) -> str:
-    """`prefill` or `decode`."""
+    """`prefill`, `decode` or `colocated`."""
     from legato.protos import common_pb2
 
     return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()  # type: ignore[arg-type]  # enum values are ints at run time

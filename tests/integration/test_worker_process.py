@@ -15,6 +15,7 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from moving import Moving
 from tiny_models import make_llama, make_llama_folder
 from worker_pair import Attempt, Pair, Worker, sampling
 from worker_process import WorkerProcess, command, environment, worker_process
@@ -180,3 +181,53 @@ def test_a_worker_dies_with_its_parent(model_folder: Path) -> None:
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     raise AssertionError("the worker outlived its parent")
+
+
+async def test_a_worker_that_is_told_to_end_says_so_and_goes_when_its_stream_has_moved(
+    model_folder: Path,
+) -> None:
+    with (
+        worker_process(model_folder, "prefill", *POOL) as p,
+        worker_process(model_folder, "decode", *POOL) as a,
+        worker_process(model_folder, "decode", *POOL) as b,
+    ):
+        prefill, leaving, other = client(p), client(a), client(b)
+        prompt = [(i * 37 + 5) % 256 for i in range(20)]
+        moving = Moving(prefill, prompt, sampling(400, ignore_eos=True))
+        stay = await moving.begin(leaving)
+        a.signal(signal.SIGTERM)
+        watch = leaving.control.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=20)
+        async for report in watch:
+            if report.phase == common_pb2.WORKER_PHASE_DRAINING:
+                watch.cancel()
+                break
+        health = health_pb2_grpc.HealthStub(leaving.channel)
+        status = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert status.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await stay.pause()
+        assert await stay.parked() is not None, "it was over before"
+        onward, moved = await moving.moved(stay, other)
+        assert moved.kv_bytes > 0
+        assert a.wait(20) == 0
+        await onward.to_the_end()
+        moving.note(onward)
+        assert moving.tokens == greedy(prompt, 400)
+        moving.close()
+        assert await idle(other)
+
+
+async def test_told_twice_it_ends_at_once(model_folder: Path) -> None:
+    with (
+        worker_process(model_folder, "prefill", *POOL) as p,
+        worker_process(model_folder, "decode", *POOL) as d,
+    ):
+        moving = Moving(client(p), [1, 2, 3], sampling(400, ignore_eos=True))
+        stay = await moving.begin(client(d))
+        await stay.pause()
+        assert await stay.parked() is not None
+        d.signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        assert d.process.poll() is None, "it has something left"
+        d.signal(signal.SIGTERM)
+        assert d.wait(20) == 130
+        moving.close()

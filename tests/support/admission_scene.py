@@ -34,6 +34,9 @@ class View:
     refused: tuple[Demand, ...] = ()
     granted: list[DecodeShare] = field(default_factory=list)
 
+    def note_use(self) -> None:
+        """There is no other router."""
+
     def snapshot(self) -> WorkerSnapshot:
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -51,16 +54,21 @@ class Pool:
     prefill: list[View] = field(default_factory=lambda: [View("p", 10**6, "prefill")])
     decode: list[View] = field(default_factory=lambda: [View("d", 100)])
     empty_since: dict[Role, float | None] = field(
-        default_factory=lambda: {"prefill": None, "decode": None}
+        default_factory=lambda: {"prefill": None, "decode": None, "colocated": None}
     )
+    alone: list[View] = field(default_factory=list)
     paths: KvPaths = field(default_factory=KvPaths)
     learnt: Learnt = field(default_factory=Learnt)
 
     def placeable(self, role: Role) -> list[View]:
-        return self.prefill if role == "prefill" else self.decode
+        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.alone}[role]
+
+    def needed_roles(self) -> tuple[Role, ...]:
+        return ("prefill", "decode") if self.prefill or self.decode else ("colocated",)
 
     def view(self, worker_id: str) -> View | None:
-        found = [v for v in (*self.prefill, *self.decode) if v.worker_id == worker_id]
+        views = (*self.prefill, *self.decode, *self.alone)
+        found = [v for v in views if v.worker_id == worker_id]
         return found[0] if found else None
 
 

@@ -18,7 +18,7 @@ from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.mover import KvMover
 from legato.worker.kv.row_range import RowRange
 from legato.worker.kv.wire import WireFormat
-from legato.worker.mailbox import PreemptedEvent, TokenEvent
+from legato.worker.mailbox import ParkedEvent, PreemptedEvent, TokenEvent
 from legato.worker.priority import Priority
 from legato.worker.sampler import launch_sample
 from legato.worker.scheduling.capacity import CapacityLedger
@@ -29,6 +29,7 @@ from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.sequence import FinishReason, Sequence
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import AsyncIterator, Callable
 
     from legato.worker.forward import Model
@@ -113,6 +114,8 @@ class EnginePair:
         self.ended: list[Answer] = []  # on the decode engine, in order
         self._read: list[Mailbox] = []  # to the last event
         self.release_delay_s = 0.0
+        self.parks: random.Random | None = None  # draws who is parked, and resumes after a moment
+        self.num_parked = 0
 
         def engine(
             scheduler: PrefillScheduler | CapacityScheduler,
@@ -305,6 +308,14 @@ class EnginePair:
                 if isinstance(event, TokenEvent):
                     answer.note(event)
                     answer.num_swaps = max(answer.num_swaps, event.num_swaps)
+                    if self.parks is not None and self.parks.random() < 0.2:
+                        self.decode.park(sequence, len(answer.sampled))
+                elif isinstance(event, ParkedEvent):
+                    rows = len(answer.prompt) + len(answer.sampled) - 1
+                    assert event.num_rows == rows, "not all was told"
+                    self.num_parked += 1
+                    await asyncio.sleep(0.002)
+                    self.decode.resume(sequence)
                 elif isinstance(event, PreemptedEvent):
                     answer.num_preemptions = event.num_preemptions
                     answer.num_returns += 1

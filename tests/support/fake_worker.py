@@ -15,12 +15,13 @@ from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 KV_BYTES_PER_TOKEN = 8
 ROLE_NUMBERS = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 # Where a fake prefill worker finds the decode worker that a ticket names.
 BY_ADDRESS: dict[str, FakeWorker] = {}
@@ -60,6 +61,10 @@ class Faults:
     preempt_at: dict[int, list[int]] = field(default_factory=dict)
     refuse_after_preemption: int = 0  # so many Reserves, from the next preemption on
     swaps: int = 0  # that decode tells of every answer
+    hold_parking: bool = False  # decode parks nothing
+    hold_moves: bool = False  # the KV of a parked answer does not get there
+    cut_moves: int = 0  # so many of those: MoveFailed
+    extra_rows: int = 0  # that decode tells of what is parked
 
 
 @dataclass
@@ -70,6 +75,9 @@ class Attempt:
     landed: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: set[int] = field(default_factory=set)
     num_tokens: dict[int, int] = field(default_factory=dict)  # by answer, of this attempt
+    pauses: dict[int, int] = field(default_factory=dict)  # moves by answer, not resumed
+    parked: set[int] = field(default_factory=set)
+    moves: dict[int, worker_pb2.Move] = field(default_factory=dict)
 
     def num_blocks(self, block_size: int) -> int:
         """As long as the KV that it holds; full blocks of the hand-off are shared."""
@@ -138,7 +146,7 @@ class FakeWorker(
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
         self.weights, self.kv_dtype, self.kv_wire = "float32", "float32", "same"
-        self.protocol_version = 3
+        self.protocol_version = 4
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
         self.reused_tokens = 0  # rows of a hand-off that are said to be there already
@@ -151,6 +159,9 @@ class FakeWorker(
         self.prefills: list[worker_pb2.PrefillRequest] = []
         self.reserves: list[worker_pb2.Reserve] = []
         self.stops: list[int] = []
+        self.num_parked = 0
+        self.num_resumed = 0
+        self.num_moved = 0
         self.num_tokens_sent = 0
         self.num_reports = 0
         self.address = ""
@@ -382,8 +393,21 @@ class FakeWorker(
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], attempt: Attempt
     ) -> None:
         async for command in commands:
-            self.stops.append(command.stop.answer)
-            attempt.stopped.add(command.stop.answer)
+            match command.WhichOneof("command"):
+                case "pause":
+                    attempt.pauses[command.pause.answer] = command.pause.number
+                case "move":
+                    attempt.moves[command.move.answer] = command.move
+                case "unpark":
+                    answer = command.unpark.answer
+                    if attempt.pauses.get(answer) == command.unpark.number:
+                        self.num_resumed += 1
+                        del attempt.pauses[answer]
+                        attempt.parked.discard(answer)
+                        attempt.moves.pop(answer, None)
+                case _:
+                    self.stops.append(command.stop.answer)
+                    attempt.stopped.add(command.stop.answer)
 
     async def _steps(
         self, start: worker_pb2.Start, attempt: Attempt
@@ -396,10 +420,16 @@ class FakeWorker(
             assert item.token_id == self._sample(reserve, index - 1, seed).token_id
             running[item.answer] = Running(index, seed)
         while running:
-            await self._pause(self.step_s)
+            await self._pause(max(self.step_s, 0.001 if attempt.pauses else 0))
             for number, answer in tuple(running.items()):
                 if number in attempt.stopped:
                     del running[number]
+                    continue
+                if number in attempt.pauses and not self.faults.hold_parking:
+                    for event in self._move_step(attempt, number, answer):
+                        yield event
+                        if event.HasField("moved"):
+                            del running[number]
                     continue
                 index = answer.index
                 if index in (self.faults.end_at, self.faults.break_at):
@@ -441,6 +471,47 @@ class FakeWorker(
                     yield worker_pb2.DecodeEvent(tokens=tokens)
                 if finished:
                     del running[number]
+
+    def _move_step(
+        self, attempt: Attempt, number: int, answer: Running
+    ) -> Iterator[worker_pb2.DecodeEvent]:
+        """Of an answer that is to be parked, or is."""
+        move = attempt.pauses[number]
+        num_rows = attempt.reserve.num_prompt_tokens + answer.index - 1
+        if number not in attempt.parked:
+            attempt.parked.add(number)
+            self.num_parked += 1
+            if answer.batch:
+                yield worker_pb2.DecodeEvent(tokens=self._tokens(number, answer))
+            parked = worker_pb2.Parked(answer=number, number=move)
+            parked.num_rows = num_rows + self.faults.extra_rows
+            yield worker_pb2.DecodeEvent(parked=parked)
+            return
+        command = attempt.moves.get(number)
+        if command is None or self.faults.hold_moves:
+            return
+        del attempt.moves[number]
+        target = BY_ADDRESS.get(command.decode_address)
+        landing = target._attempts.get(command.ticket.epoch) if target is not None else None
+        failed = worker_pb2.MoveFailed(answer=number, number=move)
+        if self.faults.cut_moves > 0:
+            self.faults.cut_moves -= 1
+            failed.reason = "the link broke"
+            yield worker_pb2.DecodeEvent(move_failed=failed)
+        elif landing is None:
+            failed.reason, failed.refused = "no such ticket", True
+            yield worker_pb2.DecodeEvent(move_failed=failed)
+        else:
+            assert len(landing.reserve.token_ids) == num_rows, "rows of another number"
+            landing.landed.set()
+            self.num_moved += 1
+            moved = worker_pb2.Moved(
+                answer=number,
+                number=move,
+                kv_bytes=num_rows * KV_BYTES_PER_TOKEN,
+                transfer_s=0.002,
+            )
+            yield worker_pb2.DecodeEvent(moved=moved)
 
     def _tokens(self, number: int, answer: Running) -> worker_pb2.Tokens:
         batch, answer.batch = answer.batch, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -15,6 +15,7 @@ from worker_process import WorkerProcess, worker_process
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
+from legato.cluster.role_change import RoleChange, UnknownWorkerError
 from legato.cluster.router import Router
 from legato.cluster.text.model_text import ModelText
 from legato.protos import (
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.router_load import RouterLoad
 
 
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
 ROLES = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 
 
@@ -96,11 +99,20 @@ class StaticControl:
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
         return targets
 
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        raise UnknownWorkerError("nothing here changes its role")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         return None
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         self.lost.append((worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        raise AssertionError("nothing is autoscaled here")
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        raise AssertionError("nothing is autoscaled here")
 
 
 class LocalService:
@@ -112,16 +124,23 @@ class LocalService:
         *,
         prefill: int = 1,
         decode: int = 1,
+        colocated: int = 0,
         worker_args: Sequence[str] = (),
         prefill_args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
+        colocated_args: Sequence[str] = (),
         options: RouterOptions | None = None,
     ) -> None:
         self.model = Path(model)
-        self.counts: dict[Role, int] = {"prefill": prefill, "decode": decode}
+        self.counts: dict[Role, int] = {
+            "prefill": prefill,
+            "decode": decode,
+            "colocated": colocated,
+        }
         self.args: dict[Role, list[str]] = {
             "prefill": [*worker_args, *prefill_args],
             "decode": [*worker_args, *decode_args],
+            "colocated": [*worker_args, *colocated_args],
         }
         self.options = options or RouterOptions(port=0, local_prefill_tokens=0)
         self.control = StaticControl()
@@ -152,15 +171,7 @@ class LocalService:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        self.router = Router(
-            self.options,
-            text,
-            self.control,
-            model_name=self.model.name,
-            version="test",
-            owner_pid=os.getpid(),
-            owner_host=socket.gethostname(),
-        )
+        self.router = self._new_router(text)
         self.address = await self.router.start()
         await self.publish()
         self.channel = grpc.aio.insecure_channel(self.address, options=NO_PROXY)
@@ -170,18 +181,44 @@ class LocalService:
             while not (await self.status()).ready:  # noqa: ASYNC110  # the state is remote
                 await asyncio.sleep(0.05)
 
+    def _new_router(self, text: ModelText) -> Router:
+        return Router(
+            self.options,
+            text,
+            self.control,
+            model_name=self.model.name,
+            version="test",
+            owner_pid=os.getpid(),
+            owner_host=socket.gethostname(),
+        )
+
+    @asynccontextmanager
+    async def another_router(self) -> AsyncIterator[tuple[Router, str]]:
+        """A second one over the same workers, ready, and its address."""
+        router = self._new_router(self.router.text)
+        address = await router.start()
+        try:
+            await router.set_workers(self.endpoints())
+            async with asyncio.timeout(30):
+                while not router.ready:  # noqa: ASYNC110  # it tells nobody here
+                    await asyncio.sleep(0.02)
+            yield router, address
+        finally:
+            await router.stop()
+
+    def endpoints(self) -> list[WorkerEndpoint]:
+        """Of the workers that live."""
+        return [
+            WorkerEndpoint(worker.worker_id, worker.role, worker.address) for worker in self.workers
+        ]
+
     async def _close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(worker.kill) for worker in self.workers))
 
     async def publish(self) -> None:
         """Tells the router which of the workers live."""
         self.control.workers = self.workers
-        await self.router.set_workers(
-            [
-                WorkerEndpoint(worker.worker_id, worker.role, worker.address)
-                for worker in self.workers
-            ]
-        )
+        await self.router.set_workers(self.endpoints())
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         return await self.cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fake_worker import SEED, FakeWorker, scripted_token
+from raw_client import RawClient
 
-from legato.cluster.client import AsyncClient
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
 from legato.cluster.request import ModelLimits, RequestSpec
+from legato.cluster.resumption import parse_resumption
+from legato.cluster.role_change import RoleChange
 from legato.cluster.router import Router
 from legato.cluster.timings import Phase
 from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.router_load import RouterLoad
 
 
 class FakeText:
@@ -55,7 +59,8 @@ class FakeAnswerText:
             for stop in self._stop:
                 if self._held.endswith(stop):
                     self.stop = stop
-                    return FakeDelta(out + self._held[: -len(stop)], count, stop)
+                    out, self._held = out + self._held[: -len(stop)], ""
+                    return FakeDelta(out, count, stop)
             while self._held and not any(s.startswith(self._held) for s in self._stop):
                 out, self._held = out + self._held[0], self._held[1:]
         return FakeDelta(out, len(token_ids), None)
@@ -71,8 +76,10 @@ def fake_parse(
     limits: ModelLimits,
 ) -> RequestSpec:
     prompt = tuple(request.token_ids.ids) or tuple(request.text.encode())
+    num_answers = request.n or 1
+    resumed = parse_resumption(request, num_answers, limits.vocab_size)
     sampling = common_pb2.SamplingParams()
-    sampling.CopyFrom(request.sampling)
+    sampling.CopyFrom(request.sampling if resumed is None else resumed.settle(request.sampling))
     if len(prompt) + sampling.max_tokens - 1 > limits.decode_kv_tokens and sampling.max_tokens > 1:
         raise invalid("prompt + max_tokens - 1 is more than the largest decode worker holds")
     return RequestSpec(
@@ -83,7 +90,8 @@ def fake_parse(
         eos_token_ids=text.eos_token_ids,
         cache_salt=request.cache_salt,
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
-        num_answers=request.n or 1,
+        num_answers=num_answers,
+        resumed=resumed,
     )
 
 
@@ -92,24 +100,85 @@ class FakeControl:
 
     def __init__(self) -> None:
         self.lost: list[tuple[str, str]] = []
+        self.is_away = False  # it restarts
+        self.num_unheard = 0
         self.targets: dict[Role, int] = {"prefill": 1, "decode": 1}
         self.shutdowns: list[float] = []
+        self.role_changes: list[tuple[str, Role]] = []
+        self.refusal: ValueError | None = None  # of a change of role
         self.pools_delay_s = 0.0
         self.told: list[cluster_pb2.PoolStatus] = []
+        self.loads: list[RouterLoad] = []
+        self.failing = False  # where it is told of load, or asked of the autoscaler
+        self.num_failed = 0
+        self.scale_refusal = ""
+        self.autoscaler_told = cluster_pb2.AutoscalerStatus()
 
     async def pools(self) -> list[cluster_pb2.PoolStatus]:
         await asyncio.sleep(self.pools_delay_s)
         return self.told
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
+        if self.is_away:
+            raise ConnectionError("the controller is restarting; try again")
+        if self.scale_refusal:
+            raise ValueError(self.scale_refusal)
         self.targets.update(targets)
         return self.targets
+
+    async def change_role(self, worker_id: str, role: Role) -> RoleChange:
+        self.role_changes.append((worker_id, role))
+        if self.refusal is not None:
+            raise self.refusal
+        return RoleChange(f"{worker_id}-in-full", self.targets)
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         self.shutdowns.append(drain_timeout_s)
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
+        if self.is_away:
+            self.num_unheard += 1
+            raise ConnectionError("the controller is restarting; try again")
         self.lost.append((worker_id, reason))
+
+    async def report_load(self, load: RouterLoad) -> None:
+        if self.failing:
+            self.num_failed += 1
+            raise ConnectionError("the controller is gone")
+        self.loads.append(load)
+
+    async def autoscaler(self) -> cluster_pb2.AutoscalerStatus:
+        if self.failing:
+            raise ConnectionError("the controller is gone")
+        return self.autoscaler_told
+
+
+def fake_router(options: RouterOptions, control: FakeControl) -> Router:
+    """Not started."""
+    return Router(
+        options,
+        FakeText(),  # type: ignore[arg-type]  # what the router uses of it
+        control,
+        model_name="fake-model",
+        version="0",
+        owner_pid=7,
+        owner_host="here",
+        parse=fake_parse,
+        new_answer=FakeAnswerText,
+    )
+
+
+@asynccontextmanager
+async def another_router(service: Service) -> AsyncIterator[tuple[Router, str]]:
+    """A second one over the same workers, and its address."""
+    router = fake_router(service.options, service.control)
+    address = await router.start()
+    try:
+        await router.set_workers(service.endpoints)
+        await until(lambda: router.ready)
+        yield router, address
+    finally:
+        await router.stop()
 
 
 class Service:
@@ -132,19 +201,9 @@ class Service:
         return [*self.prefills, *self.decodes]
 
     async def __aenter__(self) -> Service:
-        self.router = Router(
-            self.options,
-            FakeText(),  # type: ignore[arg-type]  # what the router uses of it
-            self.control,
-            model_name="fake-model",
-            version="0",
-            owner_pid=7,
-            owner_host="here",
-            parse=fake_parse,
-            new_answer=FakeAnswerText,
-        )
+        self.router = fake_router(self.options, self.control)
         self.address = await self.router.start()
-        self.client = AsyncClient(self.address)
+        self.client = RawClient(self.address)
         self.endpoints = [await worker.start() for worker in self.workers]
         await self.router.set_workers(self.endpoints)
         if self.prefills and self.decodes:
@@ -213,7 +272,7 @@ def expected(prompt: str, num_tokens: int, answer: int = 0) -> list[int]:
 
 
 async def collect(
-    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
+    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float | None = 20.0
 ) -> Result:
     """Reads the one answer to its end."""
     [result] = await collect_all(service, request, timeout_s)
@@ -221,7 +280,7 @@ async def collect(
 
 
 async def collect_all(
-    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float = 20.0
+    service: Service, request: generation_pb2.GenerateRequest, timeout_s: float | None = 20.0
 ) -> list[Result]:
     """Reads all answers to their ends; checks that the offsets have no gap, and that each ends
     once.

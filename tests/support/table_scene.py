@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from itertools import product
+from dataclasses import replace
+from itertools import permutations, product
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 from client_stream import Stream
 from link_proxy import LinkProxy
+from raw_client import RawClient
 from router_service import FakeAnswerText, FakeControl, FakeText, fake_parse
 from table_state import (
     CONFIG,
@@ -28,7 +30,7 @@ from table_state import (
 from tcp_proxy import TcpProxy
 from worker_pair import WAIT_S, Worker, running_worker, sampling
 
-from legato.cluster.client import CHANNEL_OPTIONS, AsyncClient
+from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
@@ -81,7 +83,7 @@ class TableScene:
         self.decodes: list[Worker] = []
         self.holds: dict[int, StepHold] = {}  # by the worker's id()
         self.to_worker: dict[int, TcpProxy] = {}  # from the router
-        self.link_cables: dict[tuple[int, int], TcpProxy] = {}  # from prefill to decode
+        self.link_cables: dict[tuple[int, int], TcpProxy] = {}  # from a sender to a decode worker
         self.links: dict[tuple[int, int], LinkProxy] = {}
         self.streams: list[Stream] = []
         self.struck_at_s = 0.0
@@ -114,11 +116,14 @@ class TableScene:
                 proxy = await enter(TcpProxy(worker.address))
                 self.to_worker[id(worker)] = proxy
                 endpoints.append(WorkerEndpoint(worker.server.worker_id, role, proxy.address))
-        for p, d in product(self.prefills, self.decodes):
-            link = self.links[id(p), id(d)] = await enter(LinkProxy(d.address))
-            self.link_cables[id(p), id(d)] = await enter(TcpProxy(link.address))
-        for p in self.prefills:
-            self._lead_links(p)
+        for sender, d in (
+            *product(self.prefills, self.decodes),
+            *permutations(self.decodes, 2),
+        ):
+            link = self.links[id(sender), id(d)] = await enter(LinkProxy(d.address))
+            self.link_cables[id(sender), id(d)] = await enter(TcpProxy(link.address))
+        for sender in self.workers:
+            self._lead_links(sender)
         self.router = Router(
             RouterOptions(port=0, local_prefill_tokens=self._local_prefill_tokens),
             FakeText(),  # type: ignore[arg-type]  # what the router uses of it
@@ -132,8 +137,9 @@ class TableScene:
         )
         address = await self.router.start()
         self._stack.push_async_callback(self.router.stop)
+        self.endpoints = endpoints
         await self.router.set_workers(endpoints)
-        async with AsyncClient(address) as client:
+        async with RawClient(address) as client:
             await client.wait_ready(WAIT_S)
         self.client_cable = await enter(TcpProxy(address))
         channel = grpc.aio.insecure_channel(self.client_cable.address, options=CHANNEL_OPTIONS)
@@ -143,13 +149,14 @@ class TableScene:
         )
         self._generation = generation_pb2_grpc.GenerationStub(self.channel)
 
-    def _lead_links(self, p: Worker) -> None:
-        """The prefill worker's links go over cables of this scene."""
-        sender = p.server.node.sender
+    def _lead_links(self, worker: Worker) -> None:
+        """Its links go over cables of this scene."""
+        sender = worker.server.node.sender
         send = sender.send
         cables = {
-            self.to_worker[id(d)].address: self.link_cables[id(p), id(d)].address
+            self.to_worker[id(d)].address: self.link_cables[id(worker), id(d)].address
             for d in self.decodes
+            if d is not worker
         }
 
         async def send_over_cable(
@@ -259,6 +266,15 @@ class TableScene:
         }[state]
         committed = sum(d.kv_transfers_completed for d in ds)
         return landing and held and gated and rows and not committed
+
+    async def drain(self, worker: Worker) -> None:
+        """As the controller does when it scales in."""
+        worker_id = worker.server.worker_id
+        self.endpoints = [
+            replace(end, draining=end.draining or end.worker_id == worker_id)
+            for end in self.endpoints
+        ]
+        await self.router.set_workers(self.endpoints)
 
     def _hold(self, workers: Sequence[Worker], step: int) -> None:
         for worker in workers:

@@ -6,10 +6,10 @@ import grpc
 import pytest
 from admission_scene import Scene, settle
 
+from legato.cluster.deadline import Deadline
 from legato.cluster.errors import RequestError
 from legato.cluster.policies import Demand
 
-DEADLINE = "the call's deadline"
 # Of a decode worker with 100 rows: one after the other.
 ROWS = 100
 OUTPUT = 41
@@ -32,7 +32,7 @@ class Measured(Scene):
         assert self.started == [f"m-{turn}" for turn in range(17)]
 
     async def send(self, name: str, *, deadline_s: float, batch: bool = False) -> None:
-        entry = self.queue.enter(1, self.now + deadline_s, DEADLINE)[0]
+        entry = self.queue.enter(1, Deadline(self.now + deadline_s, given=True))[0]
         await self.arrive(name, ROWS, prefill=PROMPT, batch=batch, entry=entry)
 
 
@@ -57,10 +57,12 @@ async def test_before_it_is_read_one_is_refused_by_the_same_rule_unless_it_might
         await scene.send(name, deadline_s=60.0)
     demand = Demand(PROMPT, ROWS)
     with pytest.raises(RequestError, match="cannot be met"):
-        scene.queue.check_arrival(demand, demand, 2.0, DEADLINE)
-    scene.queue.check_arrival(demand, demand, 20.0, DEADLINE)
+        scene.queue.check_arrival(demand, demand, Deadline(scene.now + 2.0, given=True))
+    scene.queue.check_arrival(demand, demand, Deadline(scene.now + 20.0, given=True))
     small = Demand(1, 2)
-    scene.queue.check_arrival(small, small, 0.1, DEADLINE)  # it may start on what is left
+    scene.queue.check_arrival(
+        small, small, Deadline(scene.now + 0.1, given=True)
+    )  # it may start on what is left
 
 
 async def test_one_that_waits_is_given_up_when_its_time_has_become_too_short() -> None:
@@ -81,7 +83,7 @@ async def test_one_that_waits_is_given_up_when_its_time_has_become_too_short() -
 async def test_one_that_work_has_begun_on_is_never_given_up() -> None:
     scene = Measured()
     await scene.measure()
-    entry = scene.queue.enter(1, scene.now + 0.2, DEADLINE)[0]
+    entry = scene.queue.enter(1, Deadline(scene.now + 0.2, given=True))[0]
     await scene.arrive("again", ROWS, prefill=PROMPT, entry=entry, begun=True)
     await scene.pass_time(0.15)
     assert not scene.tasks["again"].done()

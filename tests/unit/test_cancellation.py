@@ -10,7 +10,7 @@ import pytest
 from fake_worker import FakeWorker
 
 from legato.cluster.cancellation import all_ended, check_cancellation
-from legato.cluster.worker_calls import DecodeCall, WorkerFailedError
+from legato.cluster.worker_calls import DecodeCall, PrefillCall, WorkerFailedError
 from legato.cluster.worker_view import WorkerView
 from legato.protos import worker_pb2
 
@@ -72,6 +72,19 @@ async def test_a_call_whose_worker_is_lost_before_it_has_begun(
         with pytest.raises(WorkerFailedError, match="its process ended"):
             await reserving
     call.close()
+    assert not view.calls
+
+
+@pytest.mark.parametrize("kind", [PrefillCall, DecodeCall])
+async def test_a_worker_that_is_lost_between_its_choice_and_the_call(
+    view: WorkerView, kind: type[PrefillCall | DecodeCall]
+) -> None:
+    view.lose("it hangs")
+    with pytest.raises(WorkerFailedError, match="it hangs"):
+        kind(view, 60.0)
+    await view.close("it left the pool")
+    with pytest.raises(WorkerFailedError, match="it left the pool"):
+        kind(view, 60.0)
     assert not view.calls
 
 

@@ -19,11 +19,13 @@ from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.operate import parse_targets
-from legato.cluster.cli.status_table import short_id
+from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
+from legato.cluster.client import Finished, Tokens
 from legato.cluster.config import EngineOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
-from legato.cluster.owner import check_port, dial_address
+from legato.cluster.heartbeat import dial_address
+from legato.cluster.owner import check_port
 from legato.protos import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -35,6 +37,7 @@ from legato.protos import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+COLOCATED = common_pb2.WORKER_ROLE_COLOCATED
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
 
@@ -71,13 +74,20 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
                 if context.add_callback(ended.set):
                     ended.wait(20)
                 return
-            delta = generation_pb2.Delta(text=word, token_ids=[index], token_offset=index)
-            yield generation_pb2.GenerateResponse(delta=delta)
-            for other in range(1, request.n):
-                delta = generation_pb2.Delta(text=f"{other}{word}", token_ids=[index])
-                yield generation_pb2.GenerateResponse(delta=delta, index=other)
+            for other in range(max(1, request.n)):
+                delta = generation_pb2.Delta(
+                    text=f"{other or ''}{word}", token_ids=[index], token_offset=index
+                )
+                start = generation_pb2.StreamStart(seed=7, max_tokens=2, model_fingerprint="f")
+                yield generation_pb2.GenerateResponse(
+                    request_id=request.request_id,
+                    start=start if index == other == 0 else None,
+                    delta=delta,
+                    index=other,
+                )
         for other in reversed(range(max(1, request.n))):
             yield generation_pb2.GenerateResponse(
+                request_id=request.request_id,
                 finish=generation_pb2.Finish(
                     finish_reason=common_pb2.FINISH_REASON_STOP,
                     usage=generation_pb2.Usage(
@@ -325,6 +335,27 @@ def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captur
             assert error.count("\n") == 1
 
 
+def test_of_several_routers_one_that_is_there_is_asked(
+    run: Runner, service: CannedService, capsys: Captured
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]},127.0.0.1:{run.port}"
+        for _ in range(2):
+            assert run.bare("generate", "hello", "--raw", "--address", address) == 0
+        assert run.bare("status", "--address", address) == 0
+    assert capsys.readouterr().out.startswith("two wördstwo wörds")
+    assert len(service.requests) == 2
+
+
+@pytest.mark.parametrize("address", ["nowhere", "a:1,b", "a:99999", "a:1,,b:2"])
+def test_a_wrong_address_is_refused(run: Runner, capsys: Captured, address: str) -> None:
+    assert run.bare("status", "--address", address) == 2
+    error = capsys.readouterr().err
+    assert "must be host:port, or several with commas between them" in error
+    assert repr(address) in error
+
+
 def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -363,6 +394,13 @@ def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys:
     assert service.targets == {PREFILL: 1, DECODE: 3}
     assert capsys.readouterr().out == "target: prefill 1, decode 3\n"
     service.ready = False
+    assert run("scale", "prefill=0") == 0
+    assert "nothing is served with no prefill worker" in capsys.readouterr().err
+    assert run("scale", "colocated=2") == 0
+    assert service.targets == {PREFILL: 0, DECODE: 3, COLOCATED: 2}
+    said = capsys.readouterr()
+    assert said.out == "target: prefill 0, decode 3, colocated 2\n"
+    assert said.err == ""
     assert run("scale", "decode=4", "--wait", "0.3") == 1
     assert "not there within 0.3 s: decode: 0 of 1 ready" in capsys.readouterr().err
 
@@ -381,6 +419,17 @@ def test_targets_of_zero_are_set_not_absent() -> None:
     (target,) = parse_targets(["prefill=0"])
     assert target.HasField("target")
     assert target.target == 0
+
+
+def test_status_hides_a_pool_that_a_colocated_one_stands_for() -> None:
+    answer = cluster_pb2.GetStatusResponse(
+        pools=[
+            cluster_pb2.PoolStatus(role=PREFILL),
+            cluster_pb2.PoolStatus(role=DECODE, message="1 draining"),
+            cluster_pb2.PoolStatus(role=COLOCATED, target=2, ready=2),
+        ]
+    )
+    assert status_lines(answer)[2:] == ["decode: 1 draining", "colocated: 2 of 2 ready"]
 
 
 def test_stop_waits_until_the_port_is_closed(
@@ -423,7 +472,9 @@ def test_stop_waits_until_the_port_is_closed(
         (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
         (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
         (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
-        (["--decode", "0"], "greater than or equal to 1, got '0' (see"),
+        (["--decode", "0"], "--decode: 0 serves nothing, whatever --prefill is: it needs a"),
+        (["--prefill", "0", "--decode", "3"], "--prefill: 0 serves nothing"),
+        (["--block-size", "0"], "greater than or equal to 1, got '0' (see"),
         (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
         (["--admission-risk", "much"], "as a number, got 'much' (see"),
     ],
@@ -464,7 +515,7 @@ def test_version_and_help(run: Runner, capsys: Captured) -> None:
     assert capsys.readouterr().out.strip()
     assert run.bare("--help") == 0
     text = capsys.readouterr().out
-    for command in ("serve", "generate", "status", "scale", "stop", "demo"):
+    for command in ("serve", "generate", "status", "scale", "role", "stop", "demo"):
         assert command in text
 
 
@@ -557,12 +608,12 @@ def test_short_id() -> None:
 
 def test_tokens_that_share_a_message_share_its_gap() -> None:
     times = iter([0.0, 1.0, 3.0, 3.0])
-    responses = [
-        generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[1])),
-        generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[2, 3], text="x")),
-        generation_pb2.GenerateResponse(finish=generation_pb2.Finish()),
+    events = [
+        Tokens(0, "", (1,), 0),
+        Tokens(0, "x", (2, 3), 1),
+        Finished(0, generation_pb2.Finish()),
     ]
-    answer = read_answer(responses, lambda _: None, clock=lambda: next(times))
+    answer = read_answer(events, lambda _: None, clock=lambda: next(times))
     assert answer.token_times_s == [1.0, 2.0, 3.0]
     assert answer.ttft_s == 1.0
     assert answer.gaps_s == [1.0, 1.0]

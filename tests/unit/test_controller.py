@@ -3,56 +3,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from controller_world import FakeLauncher, World
 
 from legato.cluster.controller import Controller, StartedWorker
 from legato.cluster.pool import ControllerOptions, WorkerState
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
-    from legato.cluster.control_plane import Role, WorkerEndpoint
+    from legato.cluster.control_plane import Role
 
 OPTIONS = ControllerOptions()
-
-
-class FakeLauncher:
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.shortage = ""
-
-    def start(self, name: str, role: Role) -> None:
-        self.log.append(f"start {name}")
-
-    def drain(self, name: str, timeout_s: float) -> None:
-        self.log.append(f"drain {name}")
-
-    def kill(self, name: str) -> None:
-        self.log.append(f"kill {name}")
-
-    def waiting_for(self, name: str) -> str:
-        return self.shortage
-
-    def take(self) -> list[str]:
-        log, self.log = self.log, []
-        return log
-
-
-class World:
-    """A controller, its launcher, and what the router was told."""
-
-    def __init__(self, prefill: int = 1, decode: int = 1) -> None:
-        self.launcher = FakeLauncher()
-        self.published: list[tuple[WorkerEndpoint, ...]] = []
-        targets: dict[Role, int] = {"prefill": prefill, "decode": decode}
-        self.controller = Controller(self.launcher, self.published.append, targets)
-        self.controller.step(0.0)
-
-    def ready(self, *names: str, now_s: float = 1.0) -> None:
-        for name in names:
-            started = StartedWorker(f"id-{name}", f"127.0.0.1:{len(name)}", 100, "here")
-            self.controller.on_ready(name, started, now_s)
-
-    def ids(self) -> list[str]:
-        return [f"{w.worker_id}{' draining' * w.draining}" for w in self.published[-1]]
 
 
 def test_it_starts_what_is_missing_and_publishes_what_is_ready() -> None:
@@ -89,6 +49,64 @@ def test_an_early_death_is_replaced_after_a_back_off() -> None:
     assert world.launcher.take() == ["start decode-2"]
 
 
+def test_early_deaths_of_workers_that_served_wait_longer_each_time_and_never_all_at_once() -> None:
+    world = World()
+    world.ready("prefill-1")
+    now_s, waits_s = 0.0, []
+    for number in range(1, 10):
+        world.ready(f"decode-{number}", now_s=now_s)
+        world.controller.on_dead(f"decode-{number}", "killed", now_s + 1.0)
+        world.launcher.take()
+        died_s = now_s = now_s + 1.0
+        while f"start decode-{number + 1}" not in world.launcher.take():
+            now_s += 0.25
+            world.controller.step(now_s)
+        waits_s.append(now_s - died_s)
+    assert waits_s == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_a_whole_pool_that_dies_young_is_back_soon() -> None:
+    world = World(decode=3)
+    world.ready("decode-1", "decode-2", "decode-3", now_s=1.0)
+    world.launcher.take()
+    for number in (1, 2, 3):
+        world.controller.on_dead(f"decode-{number}", "killed", 2.0)
+    now_s = 2.0
+    while len(world.controller.worker_names()) < 4:
+        assert now_s < 6.0
+        now_s += 0.2
+        world.controller.step(now_s)
+
+
+def test_with_restart_off_a_lost_worker_is_missed_until_somebody_scales() -> None:
+    world = World(decode=2, restart=False)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.launcher.take()
+    world.controller.on_dead("decode-1", "killed", 50.0)
+    world.controller.step(500.0)
+    assert world.launcher.take() == ["kill decode-1"]
+    status = world.controller.pools(500.0)[1]
+    assert "1 of 2 ready; 1 lost and not replaced; last: decode-1: killed" in status.message
+    world.controller.set_targets({"decode": 2}, 501.0)
+    assert world.launcher.take() == ["start decode-3"]
+    assert "lost" not in world.controller.pools(501.0)[1].message
+
+
+def test_with_restart_off_a_drained_worker_is_not_lost() -> None:
+    world = World(decode=2, restart=False)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.controller.set_targets({"decode": 1}, 10.0)
+    world.controller.on_drained("decode-2", 11.0)
+    assert world.controller.pools(11.0)[1].message == ""
+
+
+def test_with_restart_off_a_start_that_fails_is_the_last_try() -> None:
+    world = World(restart=False)
+    assert world.controller.hopeless() == ""
+    world.controller.on_dead("decode-1", "no room", 1.0)
+    assert world.controller.hopeless() == "decode-1: no room"
+
+
 def test_three_failed_starts_pause_and_say_why() -> None:
     world = World()
     world.ready("prefill-1")
@@ -99,7 +117,7 @@ def test_three_failed_starts_pause_and_say_why() -> None:
         now_s += 5.0
         world.controller.step(now_s)
     world.launcher.take()
-    assert world.controller.hopeless() == "decode-3: tensor x is missing"
+    assert world.controller.hopeless() == "decode-3: tensor x is missing; 3 starts failed in a row"
     status = world.controller.pools(now_s)[1]
     assert "0 of 1 ready" in status.message
     assert "3 in a row, next try in 25 s: decode-3: tensor x is missing" in status.message
@@ -195,11 +213,50 @@ def test_a_drain_and_a_start_have_their_bounds() -> None:
     assert world.launcher.take() == []
     world.controller.step(2.0 + bound_s + 0.1)
     assert world.launcher.take() == ["kill decode-1"]
-    world.launcher.shortage = "waiting for 1 GPU: the cluster has 0"
+    world.launcher.shortage = "weights 50 %"
     world.controller.step(OPTIONS.start_timeout_s + 0.1)
     assert world.launcher.take() == ["kill prefill-1"]
     message = world.controller.pools(OPTIONS.start_timeout_s + 0.1)[0].message
-    assert "prefill-1: not ready 120 s after its start: waiting for 1 GPU" in message
+    assert "prefill-1: not ready 120 s after its start: weights 50 %" in message
+
+
+def test_a_worker_without_room_waits_without_end_and_its_start_counts_from_its_place() -> None:
+    world = World()
+    world.ready("prefill-1")
+    world.launcher.take()
+    world.launcher.no_room, world.launcher.shortage = {"decode-1"}, "waiting for room: …"
+    for now_s in range(2, 1000):
+        world.controller.step(float(now_s))
+    assert world.launcher.take() == []
+    assert world.controller.hopeless() == ""
+    assert "0 of 1 ready; 1 starting; waiting for room" in world.controller.pools(999.0)[1].message
+    world.launcher.no_room, world.launcher.shortage = set(), ""
+    world.controller.step(999.0 + OPTIONS.start_timeout_s)
+    assert world.launcher.take() == []
+    world.controller.step(999.1 + OPTIONS.start_timeout_s)
+    assert world.launcher.take() == ["kill decode-1"]
+
+
+def test_workers_of_a_lost_node_are_no_failed_starts() -> None:
+    world = World(decode=3)
+    names = ("decode-1", "decode-2", "decode-3")
+    world.ready("prefill-1", *names)
+    world.launcher.take()
+    for name in names:  # sooner than a worker may die
+        world.controller.report_lost(f"id-{name}", "its stream broke", 2.0)
+    assert world.controller.hopeless().startswith("decode-3: its stream broke; 3 starts")
+    assert world.launcher.take() == [f"kill {name}" for name in names]
+    world.controller.pardon("decode-1", 2.1)
+    # One at a time while others are held against the pool, and all of them once none is.
+    assert world.launcher.take() == ["start decode-4"]
+    world.controller.pardon("decode-2", 2.1)
+    world.controller.pardon("decode-3", 2.1)
+    assert world.launcher.take() == ["start decode-5", "start decode-6"]
+    assert world.controller.hopeless() == ""
+    assert "failed" not in world.controller.pools(2.1)[1].message
+    world.controller.pardon("decode-3", 2.2)  # once only
+    world.controller.on_dead("decode-4", "oops", 2.3)
+    assert "last, " in world.controller.pools(2.3)[1].message
 
 
 def test_a_worker_that_the_router_lost_is_killed_and_replaced() -> None:
@@ -272,3 +329,29 @@ def _may(state: WorkerState, following: WorkerState) -> bool:
         return state.to(following) is following
     except ValueError:
         return False
+
+
+def test_a_worker_that_is_told_to_end_drains_and_is_replaced_at_once() -> None:
+    world = World(prefill=1, decode=2)
+    world.ready("prefill-1", "decode-1", "decode-2", now_s=1.0)
+    world.launcher.take()
+    world.controller.on_leaving("decode-1", 2.0)
+    assert world.ids() == ["id-prefill-1", "id-decode-1 draining", "id-decode-2"]
+    assert world.launcher.take() == ["drain decode-1", "start decode-3"]
+    world.controller.on_leaving("decode-1", 2.1)  # told twice
+    assert world.launcher.take() == []
+    world.controller.on_drained("decode-1", 3.0)
+    assert world.ids() == ["id-prefill-1", "id-decode-2"]
+    assert world.launcher.take() == ["kill decode-1"]
+    world.controller.on_leaving("decode-1", 3.1)  # old news
+    assert world.launcher.take() == []
+
+
+def test_one_that_was_told_to_end_and_is_gone_before_it_had_drained_is_no_failed_start() -> None:
+    world = World()
+    world.ready("prefill-1", "decode-1", now_s=1.0)
+    world.controller.on_leaving("decode-1", 1.5)
+    world.launcher.take()
+    world.controller.on_dead("decode-1", "its process ended", 2.0)
+    assert world.launcher.take() == ["kill decode-1"]
+    assert world.controller.pools(2.0)[1].message == "0 of 1 ready; 1 starting"

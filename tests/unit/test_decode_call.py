@@ -25,6 +25,7 @@ from legato.worker.sampler import Sampled
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.sequence import FinishReason, Sequence
 from legato.worker.services import decode_call
+from legato.worker.services.answer_moves import AnswerMoves
 from legato.worker.services.decode_call import DecodeCall
 from legato.worker.services.errors import CallError
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 ROWS = 9
 WAIT_S = 10.0
+NO_MOVES = AnswerMoves(None, None, "r", 1)  # type: ignore[arg-type]  # no answer moves here
 
 
 def token(index: int, finish_reason: FinishReason | None = None) -> TokenEvent:
@@ -141,6 +143,7 @@ async def calling(
     call = DecodeCall(
         engine,  # type: ignore[arg-type]  # what it uses of one
         room.book,
+        NO_MOVES,
         ticket,
         sequences,
         router.write,
@@ -497,6 +500,7 @@ async def test_the_end_of_the_worker_before_the_prefill() -> None:
     call = DecodeCall(
         FakeEngine(room),  # type: ignore[arg-type]  # what it uses of one
         room.book,
+        NO_MOVES,
         ticket,
         {0: sequence},
         router.write,

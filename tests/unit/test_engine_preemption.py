@@ -447,3 +447,30 @@ async def test_what_a_swapped_one_wrote_before_is_registered_again(model: Model)
         hashes = HASHER.block_hashes(second.prompt + second.token_ids)
         # It was the last to end, so none of its blocks was evicted; the last token has no row.
         assert pair.pool.count_cached_prefix(hashes) == (8 + 24 - 1) // BLOCK_SIZE
+
+
+@overlapping
+@pytest.mark.parametrize("num_slots", [0, 600], ids=["return", "swap"])
+async def test_a_crowd_that_is_parked_and_resumed_at_random(
+    model: Model, alone: list[list[Sampled]], overlap: bool, num_slots: int
+) -> None:
+    """On a third of the room that they want: every answer is the one that it is alone."""
+    requests = crowd()
+    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
+    async with running_engines(
+        model,
+        num_blocks=rows // BLOCK_SIZE // 3,
+        num_slots=num_slots,
+        overlap=overlap,
+        prior_tokens=2,
+        risk=0.9,
+    ) as pair:
+        pair.parks = random.Random(3)
+        answers = await asyncio.gather(
+            *(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests)
+        )
+        assert pair.num_parked > 50
+        assert pair.decode.stats().num_preemptions > 0
+        await pair.check_all_is_back()
+    for [answer], right in zip(answers, alone, strict=True):
+        check_same(answer, right)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from admission_scene import Pool, Scene, View, settle
 
+from legato.cluster.deadline import Deadline
 from legato.cluster.errors import RequestError
 from legato.cluster.policies import Demand
 
@@ -80,12 +81,11 @@ class Simulation:
         self.requests.append(request)
         queue, scene = self.scene.queue, self.scene
         demand = Demand(request.prompt, request.prompt + request.output - 1, batch=request.batch)
-        entry = queue.enter(1, request.deadline_s, "the call's deadline")[0]
+        entry = queue.enter(1, Deadline(request.deadline_s, given=True))[0]
 
         async def live() -> None:
             try:
-                left_s = request.deadline_s - scene.now
-                queue.check_arrival(demand, demand, left_s, "the call's deadline")
+                queue.check_arrival(demand, demand, Deadline(request.deadline_s, given=True))
                 placement = await queue.place(entry, demand, first=True)
             except RequestError as error:
                 request.ended_s, request.refused = scene.now, error

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from legato.cluster.config import ServiceConfig
+from legato.cluster.config import RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
-from legato.cluster.owner import DRAIN_S, Owner, StopSignal
+from legato.cluster.owner import DRAIN_S, Owner, StopSignal, router_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Silent:
+class Quiet:
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
     def stage(self, text: str) -> None:
-        pass
+        self.stages.append(text)
 
     def state(self, text: str) -> None:
         pass
@@ -30,6 +34,9 @@ class CannedRay:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.reason = ""
+        self.news: list[str] = []
+        self.head_lost = False
+        self.num_tended = 0
         self.asked: float | None = None
         self.never_done = False
         self.on_wait: Any = None
@@ -37,18 +44,23 @@ class CannedRay:
     def failure(self) -> str:
         return self.reason
 
-    def shutdown_asked(self) -> float | None:
+    def tend(self) -> list[str]:
+        self.num_tended += 1
+        news, self.news = self.news, []
+        return news
+
+    def end_asked(self) -> float | None:
         return self.asked
 
-    def begin_drain(self, drain_timeout_s: float) -> str:
+    def begin_drain(self, drain_timeout_s: float) -> list[str]:
         self.log.append(f"drain {drain_timeout_s:g}")
-        return "drain"
+        return ["drain"]
 
-    def begin_stop(self) -> str:
+    def begin_stop(self) -> list[str]:
         self.log.append("stop workers")
-        return "stop"
+        return ["stop"]
 
-    def done(self, call: str, timeout_s: float) -> bool:
+    def done(self, calls: list[str], timeout_s: float) -> bool:
         if self.on_wait is not None:
             self.on_wait()
         return not self.never_done
@@ -75,7 +87,7 @@ def ray() -> CannedRay:
 
 @pytest.fixture
 def owner(stop: StopSignal, ray: CannedRay) -> Owner:
-    owner = Owner(ServiceConfig(model="m"), Silent(), stop)
+    owner = Owner(ServiceConfig(model="m"), Quiet(), stop)
     owner._ray = ray  # type: ignore[assignment]  # stands in for RayService
     return owner
 
@@ -100,6 +112,54 @@ def test_a_dead_router_ends_the_service_with_the_reason(owner: Owner, ray: Canne
         owner.wait()
     owner.end(None)
     assert ray.log == ["close"]
+
+
+def test_what_was_started_again_is_told_and_the_service_goes_on(
+    stop: StopSignal, ray: CannedRay
+) -> None:
+    progress = Quiet()
+    owner = Owner(ServiceConfig(model="m"), progress, stop)
+    owner._ray = ray  # type: ignore[assignment]  # stands in for RayService
+    ray.news = ["router a:1 ended; it is started again"]
+
+    def tend() -> list[str]:
+        news, ray.news = ray.news, []
+        ray.asked = None if news else 1.0
+        return news
+
+    ray.tend = tend  # type: ignore[method-assign]  # the end is asked for after the news
+    assert owner.wait() == 1.0
+    assert progress.stages == ["router a:1 ended; it is started again"]
+
+
+def test_the_controller_is_told_of_the_owner_during_the_end_too(
+    owner: Owner, ray: CannedRay
+) -> None:
+    owner.end(1.0)
+    assert ray.num_tended >= 2
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "ports"),
+    [(50051, 1, [50051]), (50051, 3, [50051, 50052, 50053]), (0, 3, [0]), (65535, 1, [65535])],
+)
+def test_routers_stand_side_by_side(first: int, count: int, ports: list[int]) -> None:
+    config = ServiceConfig(model="m", router=RouterOptions(port=first), num_routers=count)
+    assert router_ports(config) == ports
+
+
+def test_routers_beyond_the_last_port_are_refused() -> None:
+    config = ServiceConfig(model="m", router=RouterOptions(port=65534), num_routers=3)
+    with pytest.raises(ServiceError, match="--routers 3 needs the ports 65534 to 65536"):
+        router_ports(config)
+
+
+def test_a_taken_port_of_any_router_ends_the_start(stop: StopSignal) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = ServiceConfig(model="m", router=RouterOptions(port=port - 1), num_routers=2)
+        with pytest.raises(ServiceError, match=r"port \d+ on 127.0.0.1 is in use"):
+            Owner(config, Quiet(), stop).start()
 
 
 def test_a_second_signal_hurries(owner: Owner, ray: CannedRay) -> None:
@@ -132,11 +192,16 @@ def test_a_ray_that_does_not_end_keeps_neither_the_owner_nor_the_reason() -> Non
 import time
 from legato.cluster import owner
 from legato.cluster.cli.serve import run_service
-from legato.cluster.config import ServiceConfig
+from legato.cluster.config import RouterOptions, ServiceConfig
 
 class Hangs:
+    head_lost = False
+
     def close(self):
         time.sleep(60)
+
+    def tend(self):
+        return []
 
     def failure(self):
         return "the router ended: killed"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from concurrent import futures
 from typing import TYPE_CHECKING
@@ -59,6 +60,16 @@ def test_a_port_that_never_answers_is_given_up_within_the_bound() -> None:
         with pytest.raises(ServiceError, match="is no Ray head"):
             probe_ray(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.5)
         assert time.monotonic() - started_s < 30
+
+
+def test_a_name_that_no_server_answers_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(60))
+    started_s = time.monotonic()
+    with pytest.raises(ServiceError, match=r"answers at slow\.host:6379 \(no name server knew"):
+        probe_ray("slow.host:6379", timeout_s=0.2)
+    end.set()
+    assert time.monotonic() - started_s < 30
 
 
 def test_another_grpc_server_is_no_ray_head() -> None:

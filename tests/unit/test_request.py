@@ -405,6 +405,22 @@ def test_all_answers_must_fit_the_decode_pool(
         ledger.check_can_fit(Newcomer(prompt, spec.max_kv_tokens + 1, wanted + 1, num_answers=n))
 
 
+def test_a_resumed_stream_keeps_what_its_first_router_settled(model: ModelText) -> None:
+    message = request(request_id="r")
+    message.resume.start.CopyFrom(
+        generation_pb2.StreamStart(seed=5, max_tokens=40, model_fingerprint="f")
+    )
+    message.resume.answers.add(token_ids=[1], num_text_bytes=1)
+    spec = parse_request(message, model, limits(decode_kv_tokens=16))  # the larger worker is lost
+    assert (spec.max_tokens, spec.sampling.seed) == (40, 5)
+    assert spec.resumed is not None
+    assert spec.resumed.answers[0].token_ids == (1,)
+    assert not message.sampling.HasField("seed"), "the request itself is not changed"
+    message.resume.start.max_tokens = 64
+    with pytest.raises(RequestError, match=r"resume\.start\.max_tokens is 64, limit 6[0-3]: what"):
+        parse_request(message, model, LIMITS)
+
+
 def test_each_answer_has_a_seed_of_its_own(model: ModelText) -> None:
     spec = parse(model, n=3, seed=2**63 - 2)
     assert [spec.seed_of(index) for index in range(3)] == [2**63 - 2, 2**63 - 1, 0]

@@ -17,10 +17,12 @@ from router_service import FakeControl, FakeText, Service, ask, collect, expecte
 from legato.cluster.client import Client
 from legato.cluster.config import RouterOptions
 from legato.cluster.gateway import CLUSTER, GENERATION, MAX_REQUEST_BYTES
+from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.cluster.router import Router
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -154,6 +156,34 @@ async def test_scaling_and_shutdown_reach_the_controller() -> None:
         assert service.control.shutdowns == [10.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        (UnknownWorkerError("nobody is here"), grpc.StatusCode.NOT_FOUND),
+        (RoleChangeRefusedError("it is the last"), grpc.StatusCode.FAILED_PRECONDITION),
+        (ValueError("begins 2 ids"), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_a_change_of_role_reaches_the_controller(
+    refusal: ValueError, code: grpc.StatusCode
+) -> None:
+    async with Service(*pair()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        request = cluster_pb2.ChangeRoleRequest(worker_id="prefill-1", role=DECODE)
+        answer = await stub.ChangeRole(request)
+        assert answer.worker_id == "prefill-1-in-full"
+        assert [(t.role, t.target) for t in answer.targets] == [(PREFILL, 1), (DECODE, 1)]
+        assert service.control.role_changes == [("prefill-1", "decode")]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ChangeRole(cluster_pb2.ChangeRoleRequest(worker_id="prefill-1"))
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "role is 0; it must be prefill (1) or decode (2)" in (raised.value.details() or "")
+        service.control.refusal = refusal
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ChangeRole(request)
+        assert (raised.value.code(), raised.value.details()) == (code, str(refusal))
+
+
 async def test_the_blocking_client_does_the_same() -> None:
     async with Service(*pair()) as service:
 
@@ -163,10 +193,7 @@ async def test_the_blocking_client_does_the_same() -> None:
                 assert client.status().ready
                 assert client.scale({"decode": 2})["decode"] == 2
                 assert client.model().name == "fake-model"
-                ids: list[int] = []
-                for response in client.generate(ask("hello", 5)):
-                    ids += response.delta.token_ids
-                return ids
+                return client.generate(ask("hello", 5)).token_ids
 
         assert await asyncio.to_thread(use) == expected("hello", 5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -91,7 +92,7 @@ async def test_a_stream_without_its_end_is_moved(fault: str) -> None:
         decode.faults.end_at = 7
     else:
         decode.faults.cut_short_at = 7
-    other.phase = common_pb2.WORKER_PHASE_DRAINING  # until the first attempt runs
+    other.phase = common_pb2.WORKER_PHASE_STARTING  # until the first attempt runs
     async with Service([FakeWorker("prefill")], [decode, other]) as service:
         reading = asyncio.create_task(collect(service, ask("hello", 30)))
         await until(lambda: decode.num_tokens_sent > 0)
@@ -247,13 +248,45 @@ async def test_failures_while_a_worker_begins_to_drain_do_not_lose_it() -> None:
 async def test_no_worker_left_ends_within_the_bound_naming_the_pool() -> None:
     decodes = workers(1)
     async with Service([FakeWorker("prefill")], decodes, worker_wait_s=0.5) as service:
-        reading = asyncio.create_task(collect(service, ask("hello", 60)))
+        reading = asyncio.create_task(collect(service, ask("hello", 60), None))
         await running_on(decodes)
         await decodes[0].die()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await asyncio.wait_for(reading, 5)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "decode pool has had no ready worker for 0.5 s" in (raised.value.details() or "")
+        assert "decode pool has had no ready worker for 0." in (raised.value.details() or "")
+        await service.settle()
+
+
+async def test_with_a_deadline_it_waits_for_a_worker_until_that_is_near() -> None:
+    decodes, deadline_s = workers(1), 3.0
+    async with Service([FakeWorker("prefill")], decodes, worker_wait_s=0.1) as service:
+        asked_at_s = time.monotonic()
+        reading = asyncio.create_task(collect(service, ask("hello", 60), deadline_s))
+        await running_on(decodes)
+        await decodes[0].die()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await reading
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "deadline is near" in (raised.value.details() or "")
+        assert deadline_s - 1 <= time.monotonic() - asked_at_s < deadline_s
+        await service.settle()
+
+
+async def test_losses_of_workers_that_had_decoded_for_a_while_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("legato.cluster.blame.WELL_AFTER_S", 0.0)
+    decodes = workers(4)
+    async with Service([FakeWorker("prefill")], decodes, max_attempts=2) as service:
+        reading = asyncio.create_task(collect(service, ask("hello", 200)))
+        for _ in range(3):
+            victim = await running_on(decodes)
+            decodes.remove(victim)
+            await victim.die()
+        result = await reading
+        assert result.token_ids == expected("hello", 200)
+        assert result.finish.timings.attempts == 4
         await service.settle()
 
 
@@ -341,7 +374,7 @@ async def refusal_of(service: Service, odd: Mapping[str, str | int]) -> str:
         ({"kv_wire": "int8"}, "kv_wire is 'int8', expected 'same'"),
         ({"kv_wire": ""}, "kv_wire is '', expected 'same'"),
         ({"num_kv_heads": 2}, "kv_layout.num_kv_heads is 2, expected 1"),
-        ({"protocol_version": 1}, "protocol_version is 1, expected 3"),
+        ({"protocol_version": 1}, "protocol_version is 1, expected 4"),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_refused_naming_the_field(
@@ -426,3 +459,28 @@ async def test_another_process_at_the_address_is_not_the_worker() -> None:
         await until(lambda: bool(service.control.lost))
         assert service.control.lost[0][0] == "decode-old"
         assert "worker_id is" in service.control.lost[0][1]
+
+
+async def test_a_loss_is_reported_until_the_controller_is_back() -> None:
+    decodes = workers(2)
+    async with Service([FakeWorker("prefill")], decodes) as service:
+        service.control.is_away = True
+        await decodes[0].die()
+        await until(lambda: service.control.num_unheard > 1)
+        assert (await collect(service, ask("hello", 5))).token_ids == expected("hello", 5)
+        service.control.is_away = False
+        await until(lambda: bool(service.control.lost))
+        assert [worker_id for worker_id, _ in service.control.lost] == [decodes[0].worker_id]
+
+
+async def test_a_loss_is_no_news_once_the_worker_has_left_the_list() -> None:
+    decodes = workers(2)
+    async with Service([FakeWorker("prefill")], decodes) as service:
+        service.control.is_away = True
+        await decodes[0].die()
+        await until(lambda: service.control.num_unheard > 0)
+        left = [e for e in service.endpoints if e.worker_id != decodes[0].worker_id]
+        await service.router.set_workers(left)
+        await until(lambda: not service.router.pool._chores)
+        service.control.is_away = False
+        assert service.control.lost == []

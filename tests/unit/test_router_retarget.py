@@ -238,7 +238,7 @@ async def test_whoever_gives_up_while_it_moves_frees_everything(end: str, where:
         other = next(worker for worker in decodes if worker is not victim)
         await until(lambda: bool(victim.starts))
         if where == "queue":
-            other.phase = common_pb2.WORKER_PHASE_DRAINING
+            other.phase = common_pb2.WORKER_PHASE_STARTING
             await until(lambda: len(service.router.pool.placeable("decode")) == 1)
         elif where == "asking":
             other.faults.refuse_reserves = 10**6

@@ -67,6 +67,21 @@ async def test_streams_share_decode_batches_and_keep_their_own_answers() -> None
         await pair.until_idle()
 
 
+async def test_two_attempts_of_one_name_keep_apart() -> None:
+    # As where a client goes on at another router before the first one's calls have ended.
+    async with running_pair() as pair:
+        prompts = [prompt_of(9, salt=1), prompt_of(9, salt=2)]
+        attempts = [Attempt(pair, p, sampling(12), request_id="same") for p in prompts]
+        pair.d.model.go.clear()
+        runs = [asyncio.create_task(a.run()) for a in attempts]
+        await pair.d.until(lambda load: load.kv_transfers_completed == 2)  # both at once
+        runs[0].cancel()
+        await asyncio.wait({runs[0]})
+        pair.d.model.go.set()
+        assert await runs[1] == pair.p.model.expected(prompts[1], 12)
+        await pair.until_idle()
+
+
 async def test_eos_stop_ids_min_tokens_and_ignore_eos() -> None:
     async with running_pair() as pair:
         prompt = prompt_of(7)

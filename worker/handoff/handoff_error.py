@@ -37,4 +37,4 @@ def check_own_sockets() -> None:
 
 def own_fault(error: OSError) -> HandoffError:
     """This machine does not give what a link needs."""
-    return HandoffError(f"this prefill worker can open no link: {error}", decode_lost=False)
+    return HandoffError(f"this worker can open no link: {error}", decode_lost=False)

@@ -58,7 +58,7 @@ class KvShape:
                 f"kv_memory_bytes {config.kv_memory_bytes} holds no block: "
                 f"{shape.least_memory(context_length)}"
             )
-        swap = config.swap_memory_bytes if config.role == "decode" else None
+        swap = config.swap_memory_bytes if config.role != "prefill" else None
         if swap and shape.num_blocks(swap) < 1:
             raise ValueError(
                 f"swap_memory_bytes {swap} holds no block: one of {config.block_size} tokens takes "

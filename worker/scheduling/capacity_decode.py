@@ -16,6 +16,7 @@ from legato.worker.scheduling.live import (
     num_to_compute,
     rank,
 )
+from legato.worker.scheduling.parking import Parking
 from legato.worker.scheduling.preemption import Preemption
 from legato.worker.scheduling.prompt_pieces import PromptPieces
 from legato.worker.sequence import FinishReason, SequenceState
@@ -67,9 +68,10 @@ class CapacityScheduler:
         host_pool: BlockPool | None = None,
         *,
         mixes_prompts: bool = True,
+        chunk_tokens: int = 0,
     ) -> None:
         """`host_pool`: slots of one block each in the host's memory; None: nobody is swapped.
-        `mixes_prompts`: see `PromptPieces`.
+        `mixes_prompts`, `chunk_tokens`: see `PromptPieces`.
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -81,7 +83,8 @@ class CapacityScheduler:
         self._live = LiveSequences()
         self._preemption = Preemption(pool, ledger, host_pool, self._live)
         self._generated = GeneratedBlocks(pool, ledger.block_size)
-        self._pieces = PromptPieces(self._live, mixes=mixes_prompts)
+        self._parking = Parking(self._live)
+        self._pieces = PromptPieces(self._live, mixes=mixes_prompts, chunk_tokens=chunk_tokens)
         self._forks: dict[Sequence, BlockCopy] = {}  # to run with the next decision
 
     @property
@@ -91,8 +94,8 @@ class CapacityScheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
-        return len(self._live.running)
+        """Sequences in the batch, and those that were taken out of it to be moved."""
+        return len(self._live.running) + len(self._live.parked)
 
     @property
     def num_swapped(self) -> int:
@@ -145,8 +148,11 @@ class CapacityScheduler:
             self._free_slots(self._live.swapped.pop(sequence).slots)
         elif sequence.state is SequenceState.WAITING:
             del self._live.waiting[sequence]
+        elif sequence.state is SequenceState.PARKED:
+            del self._live.parked[sequence]
         else:
             del self._live.running[sequence]
+        self._parking.forget(sequence)
         self._live.prompts.pop(sequence, None)
         if (copy := self._forks.pop(sequence, None)) is not None:
             self._pool.free([copy.source])
@@ -157,6 +163,18 @@ class CapacityScheduler:
             self._pool.unregister(lease_of(sequence).blocks)  # their rows may be what broke it
         self._ledger.withdraw(claim_of(sequence))
         sequence.move_to(SequenceState.DONE)
+
+    def park(self, sequence: Sequence, number: int) -> None:
+        """It is to leave the batch, for the move of that number. See `Parking`."""
+        self._parking.want(sequence, number)
+
+    def take_parked(self) -> list[tuple[Sequence, int]]:
+        """Those that have left it since the last call, and have not ended."""
+        return self._parking.take_parked()
+
+    def resume(self, sequence: Sequence) -> None:
+        """It goes on here after all."""
+        self._parking.resume(sequence)
 
     def note_waiting(self, wanted: SequenceOf[Newcomer]) -> None:
         """Who waits to be admitted, the first first: sequences of lower priority make room."""
@@ -169,6 +187,7 @@ class CapacityScheduler:
         A sequence whose last token is on its way takes no part.
         """
         self._age(now)
+        self._parking.park()
         plan = Decision([], copies=list(self._forks.values()))
         self._forks.clear()
         for copy in plan.copies:

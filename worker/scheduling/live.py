@@ -28,6 +28,7 @@ class LiveSequences:
     waiting: dict[Sequence, None] = field(default_factory=dict)
     running: dict[Sequence, None] = field(default_factory=dict)
     swapped: dict[Sequence, Swapped] = field(default_factory=dict)
+    parked: dict[Sequence, None] = field(default_factory=dict)  # out of the batch, to be moved
     # Of all those: rows of their prompts are still to be computed.
     prompts: dict[Sequence, None] = field(default_factory=dict)
     wanted: list[Newcomer] = field(default_factory=list)  # wait to be admitted, the first first

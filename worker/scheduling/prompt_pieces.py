@@ -25,11 +25,14 @@ class PromptPieces:
     Where a step `mixes`, up to MIXED_TOKENS of prompts go with the others' tokens. Where a device
     computes steps of one token each by other kernels, mixing would change the bits of those that
     run: there a step of up to APART_TOKENS of prompts and one of all others take turns.
+
+    Where nothing decodes, a step may have `chunk_tokens` of prompts, if that is more.
     """
 
-    def __init__(self, live: LiveSequences, *, mixes: bool) -> None:
+    def __init__(self, live: LiveSequences, *, mixes: bool, chunk_tokens: int = 0) -> None:
         self._live = live
         self._mixes = mixes
+        self._chunk_tokens = chunk_tokens
         self._prompts_were_last = False
 
     def plan(self, plan: Decision, ready: list[Sequence]) -> None:
@@ -37,8 +40,8 @@ class PromptPieces:
         if not self._live.prompts:
             plan.parts.extend(StepPart(sequence, 1) for sequence in ready)
             return
-        counts = self._counts(ready)
         decoding = [s for s in ready if s not in self._live.prompts]
+        counts = self._counts(ready, alone=not decoding)
         apart = bool(counts) and not self._mixes
         if apart and decoding and self._prompts_were_last:
             counts = {}
@@ -59,9 +62,11 @@ class PromptPieces:
         for sequence in done:
             del self._live.prompts[sequence]
 
-    def _counts(self, ready: list[Sequence]) -> dict[Sequence, int]:
-        """Tokens of each prompt that gets any."""
+    def _counts(self, ready: list[Sequence], *, alone: bool) -> dict[Sequence, int]:
+        """Tokens of each prompt that gets any. `alone`: nothing decodes in this step."""
         left = MIXED_TOKENS if self._mixes else APART_TOKENS
+        if alone:
+            left = max(left, self._chunk_tokens)
         counts: dict[Sequence, int] = {}
         for sequence in sorted((s for s in ready if s in self._live.prompts), key=rank):
             if left == 0:

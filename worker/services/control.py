@@ -31,6 +31,7 @@ REPORT_AT_LEAST_EVERY_S = 0.5
 _ROLES = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 _PHASES = {
     Phase.STARTING: common_pb2.WORKER_PHASE_STARTING,

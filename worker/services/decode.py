@@ -9,6 +9,7 @@ import grpc
 from legato.protos import worker_pb2, worker_pb2_grpc
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.scheduling.claim import NeverFitsError, NoRoomNowError
+from legato.worker.services.answer_moves import AnswerMoves
 from legato.worker.services.call_limit import limited
 from legato.worker.services.decode_call import DecodeCall
 from legato.worker.services.decode_request import DecodeRequest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from legato.worker.engine import Engine
+    from legato.worker.handoff.sender import KvSender
     from legato.worker.handoff.tickets import AttemptKey, Ticket, TicketBook
     from legato.worker.identity import Identity
     from legato.worker.lifecycle import Lifecycle
@@ -35,6 +37,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         lifecycle: Lifecycle,
         engine: Engine,
         tickets: TicketBook,
+        sender: KvSender,
         *,
         prefix_cache: bool,
     ) -> None:
@@ -42,6 +45,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._lifecycle = lifecycle
         self._engine = engine
         self._tickets = tickets
+        self._sender = sender
         self._prefix_cache = prefix_cache
 
     @reports_errors
@@ -51,7 +55,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         """Reserve → ticket; Start and the KV (or with local prefill FirstToken) → Joined; then each
         answer's Tokens up to its end.
         """
-        if self._identity.role != "decode":
+        if self._identity.role == "prefill":
             raise wrong_role("Decode", self._identity.role)
         reserve = (await _next_command(request_iterator, "reserve")).reserve
         key = read_key(reserve.key)
@@ -92,9 +96,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await context.write(worker_pb2.DecodeEvent(ticket=granted))
         start = (await _next_command(commands, "start")).start
         sequences = request.sequences(start)
+        num_layers = self._identity.kv_shape.num_layers
         call = DecodeCall(
             self._engine,
             self._tickets,
+            AnswerMoves(self._engine, self._sender, ticket.key.request_id, num_layers),
             ticket,
             sequences,
             context.write,

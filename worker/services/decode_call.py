@@ -11,7 +11,13 @@ import grpc
 from legato.protos import worker_pb2
 from legato.protos.kv_lapsed import KV_LAPSED
 from legato.worker.handoff.tickets import TicketState
-from legato.worker.mailbox import BrokenEvent, JoinedEvent, PreemptedEvent, TokenEvent
+from legato.worker.mailbox import (
+    BrokenEvent,
+    JoinedEvent,
+    ParkedEvent,
+    PreemptedEvent,
+    TokenEvent,
+)
 from legato.worker.services.errors import CallError, invalid, no_usable_logits
 from legato.worker.services.messages import first_token_message, tokens_message
 
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from legato.worker.handoff.tickets import Ticket, TicketBook
     from legato.worker.mailbox import EngineEvent, Mailbox
     from legato.worker.sequence import Sequence
+    from legato.worker.services.answer_moves import AnswerMoves
 
     Write = Callable[[worker_pb2.DecodeEvent], Awaitable[None]]
 
@@ -50,8 +57,8 @@ class DecodeCall:
 
     An answer is in one of three places: it waits for the KV to land (and the ticket has a claim
     for it), it is in the engine (from the beginning where the worker prefills), or it has ended. A
-    task for each answer passes its events on, and one listens for `Stop`. gRPC takes one message at
-    a time, and none may be broken off, so a task that is writing is not cancelled while the call
+    task for each answer passes its events on, and one listens to the router. gRPC takes one message
+    at a time, and none may be broken off, so a task that is writing is not cancelled while the call
     goes on.
     """
 
@@ -59,6 +66,7 @@ class DecodeCall:
         self,
         engine: Engine,
         tickets: TicketBook,
+        moves: AnswerMoves,
         ticket: Ticket,
         sequences: dict[int, Sequence],
         write: Write,
@@ -70,6 +78,7 @@ class DecodeCall:
         """
         self._engine = engine
         self._tickets = tickets
+        self._moves = moves
         self._ticket = ticket
         self._write = write
         self._num_answers = ticket.request.newcomer.num_answers
@@ -109,6 +118,7 @@ class DecodeCall:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._moves.close()
             for answer in list(self._streams):
                 self._leave_engine(answer)
 
@@ -153,16 +163,24 @@ class DecodeCall:
     def _leave_engine(self, answer: int, *, stopped: bool = False) -> None:
         stream = self._streams.pop(answer)
         stream.stopped = stopped
+        self._moves.drop(answer)
         self._engine.release(stream.sequence, stream.mailbox, stopped=stopped)
 
     # What the router says.
 
     async def _listen(self, commands: AsyncIterator[worker_pb2.DecodeCommand]) -> None:
         async for command in commands:
-            got = command.WhichOneof("command")
-            if got != "stop":
-                raise invalid(f"command is {got}, stop is expected now")
-            self._stop(command.stop.answer)
+            match command.WhichOneof("command"):
+                case "stop":
+                    self._stop(command.stop.answer)
+                case "pause":
+                    self._pause(command.pause)
+                case "move":
+                    self._spawn(self._move(command.move))
+                case "unpark":
+                    self._moves.resume(command.unpark)
+                case got:
+                    raise invalid(f"command is {got}, stop, pause, move or unpark is expected now")
 
     def _stop(self, answer: int) -> None:
         """Nothing where it has ended: the router cannot know yet."""
@@ -176,6 +194,28 @@ class DecodeCall:
         else:
             return
         self._end(answer)
+
+    def _pause(self, pause: worker_pb2.Pause) -> None:
+        """Nothing where it has ended: the router cannot know yet."""
+        if not 0 <= pause.answer < self._num_answers:
+            raise invalid(f"pause.answer is {pause.answer}, limit [0, {self._num_answers})")
+        if not self._joined:
+            raise invalid("pause came before joined")
+        if pause.answer in self._streams:
+            self._moves.pause(pause, self._streams[pause.answer].sequence)
+
+    async def _move(self, move: worker_pb2.Move) -> None:
+        outcome = await self._moves.carry(move)
+        if outcome is None:
+            return
+        if isinstance(outcome, worker_pb2.MoveFailed):
+            async with self._turn:
+                await self._write(worker_pb2.DecodeEvent(move_failed=outcome))
+            return
+        self._leave_engine(move.answer)
+        async with self._turn:
+            await self._write(worker_pb2.DecodeEvent(moved=outcome))
+        self._end(move.answer)
 
     # What the engine says.
 
@@ -216,6 +256,7 @@ class DecodeCall:
         self, answer: int, stream: _Stream, events: SequenceOf[EngineEvent]
     ) -> Iterator[worker_pb2.DecodeEvent]:
         tokens = [event for event in events if isinstance(event, TokenEvent)]
+        last = events[-1]
         joins = isinstance(events[0], JoinedEvent | PreemptedEvent)
         if self._awaits_first:
             if not tokens:
@@ -231,11 +272,13 @@ class DecodeCall:
         for start in range(0, len(tokens), MAX_TOKENS_A_MESSAGE):
             part = tokens[start : start + MAX_TOKENS_A_MESSAGE]
             yield worker_pb2.DecodeEvent(tokens=tokens_message(answer, part, self._first))
-        if isinstance(events[-1], PreemptedEvent):
-            preempted = worker_pb2.Preempted(
-                answer=answer, num_preemptions=events[-1].num_preemptions
-            )
+        if isinstance(last, PreemptedEvent):
+            preempted = worker_pb2.Preempted(answer=answer, num_preemptions=last.num_preemptions)
             yield worker_pb2.DecodeEvent(preempted=preempted)
+        elif isinstance(last, ParkedEvent):  # one that others follow has been resumed since
+            parked = self._moves.parked(answer, last)
+            if parked is not None:
+                yield worker_pb2.DecodeEvent(parked=parked)
 
     # How it ends.
 

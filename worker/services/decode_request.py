@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from legato.protos.prefix_hash import PrefixHasher
     from legato.worker.identity import Identity
     from legato.worker.sampling_params import SamplingParams
+    from legato.worker.services.errors import CallError
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,8 @@ class DecodeRequest:
         rows, num_prompt = len(reserve.token_ids), reserve.num_prompt_tokens
         check_lengths(rows, num_prompt, params.max_tokens, identity.context_length)
         num_emitted = rows - num_prompt
-        if num_emitted + 1 >= params.max_tokens:
-            raise invalid(
-                f"token_ids holds {num_emitted} emitted tokens and prefill gives one more: of "
-                f"sampling.max_tokens {params.max_tokens} nothing is left to decode"
-            )
+        if identity.role == "decode" and num_emitted + 1 >= params.max_tokens:
+            raise _nothing_left(num_emitted, params.max_tokens)
         check_token_ids("token_ids", reserve.token_ids, vocab_size)
         check_token_ids("eos_token_ids", reserve.eos_token_ids, vocab_size)
         check_cache_salt(reserve.cache_salt)
@@ -98,6 +96,9 @@ class DecodeRequest:
                     f"the first token is sampled here"
                 )
             return {0: self._sequence(0, [])}
+        num_emitted = len(self.ticket.token_ids) - self.num_prompt_tokens
+        if num_emitted + 1 >= self.params.max_tokens:
+            raise _nothing_left(num_emitted, self.params.max_tokens)
         if not start.answers:
             raise invalid("answers is empty: end the call where no answer goes on")
         sequences: dict[int, Sequence] = {}
@@ -127,3 +128,10 @@ class DecodeRequest:
             # The router counts requests; of one request's answers the last yields first.
             arrival=self.ticket.arrival * MAX_ANSWERS + answer,
         )
+
+
+def _nothing_left(num_emitted: int, max_tokens: int) -> CallError:
+    return invalid(
+        f"token_ids holds {num_emitted} emitted tokens and prefill gives one more: of "
+        f"sampling.max_tokens {max_tokens} nothing is left to decode"
+    )

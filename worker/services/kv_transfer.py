@@ -67,7 +67,7 @@ class KvTransferService:
         self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
         """Answers every frame until the sender ends the stream."""
-        if self._role != "decode":
+        if self._role == "prefill":
             raise wrong_role("Link", self._role)
         stream = asyncio.current_task()
         assert stream is not None

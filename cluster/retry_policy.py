@@ -1,0 +1,89 @@
+"""retry_delay_s: whether a client asks again after an error, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import grpc
+
+from legato.protos.retry_hint import retry_after_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class RetryOptions:
+    """How patient a client is. A request's deadline bounds all its tries together."""
+
+    first_backoff_s: float = 0.1  # where the error has no hint; doubles with each round of routers
+    max_backoff_s: float = 2.0
+    jitter: float = 0.25  # of a delay, in [0, 1]: many clients must not come back at once
+    max_outage_s: float = 60.0  # no router takes the request and no token comes: given up
+
+    def __post_init__(self) -> None:
+        for name in ("first_backoff_s", "max_backoff_s", "max_outage_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}, limit above 0 and finite")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter is {self.jitter}, limit [0, 1]")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a call ended."""
+
+    code: grpc.StatusCode
+    message: str
+    retry_after_s: float | None = None  # the server's hint
+
+
+def failure_of(error: grpc.RpcError) -> Failure:
+    """What a blocking or an asyncio call raised that its caller did not cancel."""
+    trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    code, message = error.code(), error.details() or error.code().name
+    # Other words of gRPC's for a connection that broke, or a server that ended amid the call.
+    is_cut = code is grpc.StatusCode.UNKNOWN and message.startswith("Stream removed")
+    if is_cut or code is grpc.StatusCode.CANCELLED:
+        code = grpc.StatusCode.UNAVAILABLE
+    return Failure(code, message, retry_after_s(trailers))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the request stands."""
+
+    num_failures: int  # in a row, this one included: without a token between them
+    num_routers: int
+    left_s: float  # until the deadline
+    outage_s: float  # since the first of the failures that were UNAVAILABLE; 0 at that one
+
+
+def retry_delay_s(
+    failure: Failure, setting: Setting, options: RetryOptions, draw: float
+) -> float | None:
+    """Seconds until the next try, on another router where there is one; None: to be told as it is.
+
+    UNAVAILABLE, which a broken connection is too, sends a request to each other router at once, and
+    then through all of them again after a pause. RESOURCE_EXHAUSTED is tried again where and when
+    the server says so; without its hint it is a message that is too large, and will be tomorrow.
+    All else is for the caller. Nobody waits for a try that would come behind the deadline. `draw`
+    is uniform in [0, 1): a hint is never undercut, a backoff varies both ways.
+    """
+    if failure.code is grpc.StatusCode.UNAVAILABLE:
+        rounds, others_tried = divmod(setting.num_failures, setting.num_routers)
+        if others_tried != 0:
+            delay_s = 0.0
+        elif failure.retry_after_s is not None:
+            delay_s = failure.retry_after_s * (1 + options.jitter * draw)
+        else:
+            backoff_s = options.first_backoff_s * 2.0 ** min(rounds - 1, 32)
+            delay_s = min(options.max_backoff_s, backoff_s) * (1 + options.jitter * (2 * draw - 1))
+        if setting.outage_s + delay_s > options.max_outage_s:
+            return None
+    elif failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is not None:
+        delay_s = failure.retry_after_s * (1 + options.jitter * draw)
+    else:
+        return None
+    return delay_s if delay_s < setting.left_s else None

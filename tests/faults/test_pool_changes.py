@@ -1,0 +1,181 @@
+"""Pools grow, shrink, are restarted worker by worker, and lose workers that die or hang: under load
+none of it costs a token, and what is lost is noticed in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from history import check_all
+from kill_rig import kill_rig, logged_service
+from tiny_models import make_llama_folder
+from workload import mixed, pump, run_all
+
+from legato.cluster.text.model_text import ModelText
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+    from pathlib import Path
+
+    from history import CallHistory
+    from kill_rig import KillRig
+    from served import Served
+    from workload import Pump
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+FULL = os.environ.get("LEGATO_KILLS") == "full"
+AT_ONCE = 16
+ORDERS = [("prefill", "decode"), ("decode", "prefill")] if FULL else [("prefill", "decode")]
+STRUCK = ("decode", "prefill", "decode") if FULL else ("decode", "prefill")
+REQUESTS = mixed(48, seed=8, longest_prompt=300, longest_answer=150)
+DEATH_BOUND_S, HANG_BOUND_S = 0.5, 3.0
+SERVES_BOUND_S = 2.0  # from ready to the first request
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One service for all tests here."""
+
+    served: Served
+    log: Path
+    text: ModelText
+    references: Mapping[str, CallHistory]  # of REQUESTS, while nothing happened
+
+    @asynccontextmanager
+    async def under_load(self, name: str, size: int) -> AsyncIterator[tuple[KillRig, Pump]]:
+        """Both pools of that size and a load on them; at the end nothing of it may be wrong."""
+        async with kill_rig(self.served, self.log) as rig:
+            await rig.client.scale({"prefill": size, "decode": size})
+            await rig.until_ready(size, size)
+            failed_before = (await rig.client.status()).router.failed
+            async with pump(rig.address, REQUESTS, name, at_once=AT_ONCE) as it:
+                yield rig, it
+            wrong = it.wrong(self.references, self.text.decode)
+            wrong += await rig.check_owners(it.calls)
+            assert wrong == [], f"{len(wrong)} violations: {wrong[:10]}"
+            assert len(it.calls) > AT_ONCE
+            assert (await rig.client.status()).router.failed == failed_before
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("scene")
+    model = make_llama_folder(folder / "tiny", max_position_embeddings=2048)
+    text = ModelText.load(model)
+    with logged_service(model, folder, prefill=1, decode=1) as (served, log):
+        calls = asyncio.run(run_all(served.address, REQUESTS, at_once=AT_ONCE))
+        assert check_all(calls, {}, text.decode) == []
+        yield Scene(served, log, text, {call.request_id: call for call in calls})
+
+
+async def test_one_three_one_and_new_workers_serve_soon(scene: Scene) -> None:
+    async with scene.under_load("scale", 1) as (rig, it):
+        old = {worker.worker_id for worker in await rig.workers()}
+        await rig.client.scale({"prefill": 3, "decode": 3})
+        await rig.until_ready(3, 3)
+        new = {worker.worker_id for worker in await rig.workers()} - old
+        await asyncio.sleep(SERVES_BOUND_S + 0.5)
+        num_before = len(it.calls)
+        await rig.client.scale({"prefill": 1, "decode": 1})
+        await rig.until_ready(1, 1)
+    ready = {
+        line["worker"]: line["at_s"]
+        for line in rig.lines()
+        if line.get("worker") in new and line["state"] == "ready"
+    }
+    serves_s = {
+        worker: min(
+            (
+                line["at_s"] - at_s
+                for line in rig.lines()
+                if worker in (line.get("prefill"), line.get("decode"))
+            ),
+            default=float("inf"),
+        )
+        for worker, at_s in ready.items()
+    }
+    counts = {
+        "calls": len(it.calls),
+        "calls_in_the_drain": len(it.calls) - num_before,
+        "serves_s": sorted(round(seconds, 3) for seconds in serves_s.values()),
+    }
+    print(json.dumps(counts))
+    assert len(ready) == 4
+    assert max(serves_s.values()) <= SERVES_BOUND_S, counts
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_each_worker_is_told_to_go_in_turn(scene: Scene, order: tuple[str, str]) -> None:
+    async with scene.under_load(f"rolling-{order[0]}", 2) as (rig, it):
+        for role in order:
+            for worker in await rig.workers(role):
+                rig.strike(worker, signal.SIGTERM)
+                await rig.until_gone(worker.worker_id, 60)
+                await rig.until_ready(2, 2)
+    old = {strike.worker_id for strike in rig.strikes}
+    async with kill_rig(scene.served, scene.log) as rig:
+        left = {worker.worker_id for worker in await rig.workers()}
+    print(json.dumps({"order": order, "restarted": len(old), "calls": len(it.calls)}))
+    assert len(old) == 4
+    assert not old & left
+
+
+@pytest.mark.parametrize(
+    ("number", "bound_s"),
+    [(signal.SIGKILL, DEATH_BOUND_S), (signal.SIGSTOP, HANG_BOUND_S)],
+    ids=["death", "hang"],
+)
+async def test_a_worker_that_is_gone_is_noticed_in_time(
+    scene: Scene, number: signal.Signals, bound_s: float
+) -> None:
+    noticed_s, silence_s = [], []
+    async with scene.under_load(f"detect-{number.name}", 2) as (rig, _):
+        for role in STRUCK:
+            worker = (await rig.workers(role))[0]
+            struck = psutil.Process(worker.pid)
+            await rig.until_busy(worker)
+            strike = rig.strike(worker, number)
+            try:
+                noticed_s.append(await rig.until_lost(strike, 30))
+                await rig.until_gone(worker.worker_id, 30)
+            finally:
+                if number is signal.SIGSTOP and struck.is_running():
+                    await asyncio.to_thread(psutil.wait_procs, [struck], timeout=15)
+            await rig.until_ready(2, 2)
+            silence_s.append(_moved_after(rig, strike.at_s, worker.worker_id))
+    counts = {
+        "signal": number.name,
+        "noticed_s": [round(seconds, 3) for seconds in noticed_s],
+        "placed_elsewhere_s": [round(seconds, 3) for seconds in silence_s],
+    }
+    print(json.dumps(counts))
+    # One of them may fall into a pause of a busy machine.
+    assert statistics.median_low(noticed_s) <= bound_s, counts
+    assert max(noticed_s) <= bound_s + 1.0, counts
+
+
+def _moved_after(rig: KillRig, struck_at_s: float, worker_id: str) -> float:
+    """Until the first of the requests that were on that worker had a place on another."""
+    on_it: set[tuple[str, int]] = set()
+    for line in rig.lines():
+        if line["event"] != "begun":
+            continue
+        key = line["request"], line["answer"]
+        if line["at_s"] > struck_at_s and key in on_it:
+            return float(line["at_s"]) - struck_at_s
+        if worker_id in (line["prefill"], line["decode"]):
+            on_it.add(key)
+        else:
+            on_it.discard(key)
+    return time.time() - struck_at_s
