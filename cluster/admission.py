@@ -215,11 +215,10 @@ class Admission:
         if now - self._gave_up_at < GIVE_UP_EVERY_S:
             return
         self._gave_up_at = now
-        pace, backlog_tokens, ahead = self._gate.pace(), self._gate.backlog_tokens(), Work()
+        pace, ahead = self._gate.pace(), Work()
         for entry in self._dispatch.in_order(now):
             if entry.waits and not entry.has_begun:
-                applicant = self._gate.applicant(entry)
-                refusal = give_up(applicant, ahead, backlog_tokens, pace)
+                refusal = give_up(self._gate.applicant(entry), ahead, pace)
                 if refusal is not None:
                     self._turn_away(entry, refused(refusal))
                     continue

@@ -44,29 +44,33 @@ class AdmitGate:
         self._offered.set_waited(True)  # all time counts, not only that in which somebody waits
 
     def pace(self) -> Pace:
-        """As measured by now."""
-        prefills = [view.worker_id for view in self._pool.placeable("prefill")]
+        """As measured by now. Without workers nothing is known of when they will be there."""
+        if not self._has_workers():
+            return Pace()
         return Pace(
-            prefill_tokens_s=self._pool.learnt.speeds.pool_tokens_s(prefills),
             drain_tokens_s=self._drain.tokens_s(),
             offered_tokens_s=self._offered.tokens_s() or 0.0,
             batch_tokens_s=self._drain.batch_tokens_s() or 0.0,
             start_s=self.times.start_s,
-            start_prompt_tokens=self.times.start_prompt_tokens,
             output_token_s=self.times.output_token_s,
         )
 
     def note_queue(self, *, waits: bool) -> None:
-        """Whether somebody waits, after everyone who could has started."""
-        self._drain.set_waited(waits)
+        """Whether somebody waits, after everyone who could has started; for workers that are there,
+        or that time would count as theirs.
+        """
+        self._drain.set_waited(waits and self._has_workers())
+
+    def _has_workers(self) -> bool:
+        return all(self._pool.placeable(role) for role in self._pool.needed_roles())
 
     def note_arrival(self, demand: Demand) -> None:
         """A request has come, to be let in or not."""
         if not demand.batch:
             self._offered.note(self.work(demand).tokens)
 
-    def note_ticket(self, demand: Demand) -> None:
-        """A request left the queue for good."""
+    def note_start(self, demand: Demand) -> None:
+        """A request leaves the queue, for the first time."""
         self._drain.note(self.work(demand).tokens, batch=demand.batch)
 
     def work(self, demand: Demand) -> Work:
@@ -75,15 +79,11 @@ class AdmitGate:
         return Work(1, demand.prefill_tokens, each * demand.num_answers)
 
     def snapshot(self, entries: Iterable[Entry]) -> QueueSnapshot:
-        """Of those entries that wait, and what lies at the prefill workers."""
+        """Of those entries that wait."""
         sums = {True: Work(), False: Work()}
         for entry in entries:
             sums[entry.demand.batch] += self.work(entry.demand)
-        return QueueSnapshot(sums[False], sums[True], self.backlog_tokens())
-
-    def backlog_tokens(self) -> int:
-        """Prompt tokens that prefill workers have and have not computed."""
-        return sum(view.backlog_tokens for view in self._pool.placeable("prefill"))
+        return QueueSnapshot(sums[False], sums[True])
 
     def applicant(self, entry: Entry) -> Applicant:
         """An entry as the policy sees it."""

@@ -10,10 +10,11 @@ from legato.cluster.policies import BATCH_AGEING_S
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# An estimate rests on means. A request that arrives is let in where there is time for half as much
-# again, so that hardly any is let in and then too late: that would be told late, and may have cost
-# work. One that waits is given up only where even the mean leaves no time, its wait halved: it has
-# waited already, and others before it may leave.
+# An estimate rests on means. Where others wait, one that arrives is let in where there is time for
+# half as much again, so that hardly any is let in and then too late: that would be told late, and
+# may have cost work. Where nobody waits, nothing is gained by refusing it. One that waits is given
+# up only where there is no time for half of its wait: it has waited already, and others before it
+# may leave.
 ARRIVAL_MARGIN = 1.5
 QUEUED_WAIT_SHARE = 0.5
 # Of the drain, what batch requests that have aged are taken to get: they stand before interactive
@@ -60,7 +61,6 @@ class QueueSnapshot:
 
     interactive: Work = Work()
     batch: Work = Work()
-    backlog_tokens: int = 0  # of prompts, sent to the prefill workers and not computed yet
 
     def ahead_of(self, *, batch: bool) -> Work:
         """What starts before one that arrives now."""
@@ -79,14 +79,11 @@ class QueueLimits:
 class Pace:
     """What was measured of late; None: nothing of that kind."""
 
-    prefill_tokens_s: float | None = None  # prompt tokens a second, all prefill workers together
-    # Tokens (prompt and expected output) a second of those that leave the queue with a ticket,
-    # while others have to wait.
+    # Tokens (prompt and expected output) a second of those that start while somebody waits.
     drain_tokens_s: float | None = None
     offered_tokens_s: float = 0.0  # of interactive requests that arrive, let in or not
     batch_tokens_s: float = 0.0  # of batch requests, while others have to wait
     start_s: float | None = None  # from the queue's end to the first token
-    start_prompt_tokens: float = 0.0  # mean prompt of those
     output_token_s: float | None = None  # between two tokens of one answer
 
 
@@ -111,8 +108,9 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
     refusal = check_bounds(own, ahead, limits, pace)
     if refusal is not None:
         return refusal
-    wait_s = estimate_wait_s(own, ahead, queue.backlog_tokens, pace)
-    return _check_deadline(own, wait_s, ARRIVAL_MARGIN, ARRIVAL_MARGIN, pace)
+    wait_s = estimate_wait_s(own, ahead, pace)
+    margin = ARRIVAL_MARGIN if ahead.requests else 1.0
+    return _check_deadline(own, wait_s, margin, margin, pace)
 
 
 def check_bounds(own: Applicant, ahead: Work, limits: QueueLimits, pace: Pace) -> Refusal | None:
@@ -135,31 +133,23 @@ def check_bounds(own: Applicant, ahead: Work, limits: QueueLimits, pace: Pace) -
     return Refusal(reason, _retry_s(over / pace.drain_tokens_s if pace.drain_tokens_s else 0.0))
 
 
-def give_up(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace) -> Refusal | None:
+def give_up(own: Applicant, ahead: Work, pace: Pace) -> Refusal | None:
     """Whether a request that waits, behind `ahead`, is to be refused now: its deadline has become
     impossible. Nothing it asked of a worker is lost, for it has begun nowhere.
     """
-    wait_s = estimate_wait_s(own, ahead, backlog_tokens, pace)
-    return _check_deadline(own, wait_s, QUEUED_WAIT_SHARE, 1.0, pace)
+    return _check_deadline(own, estimate_wait_s(own, ahead, pace), QUEUED_WAIT_SHARE, 1.0, pace)
 
 
-def estimate_wait_s(own: Applicant, ahead: Work, backlog_tokens: int, pace: Pace) -> float:
-    """Seconds in the queue: the longer of what prefill and what the tickets need for all `ahead`.
+def estimate_wait_s(own: Applicant, ahead: Work, pace: Pace) -> float:
+    """Seconds in the queue: what waits before it, at the rate at which it was seen to start. That
+    rate is limited by whatever limits the service: prefill, KV or the batch.
 
-    A batch request has only what interactive ones leave of the tickets, for those that arrive later
-    go before it: what they do not use, or what batch requests were seen to get; until it has aged.
+    A batch request has only what interactive ones leave of it, for those that arrive later go
+    before it: what they do not use, or what batch requests were seen to get; until it has aged.
     """
-    if not ahead.requests:
+    drain, tokens = pace.drain_tokens_s, ahead.tokens
+    if not drain:
         return 0.0
-    wait_s = 0.0
-    if pace.prefill_tokens_s:
-        wait_s = (ahead.prefill_tokens + backlog_tokens) / pace.prefill_tokens_s
-    if pace.drain_tokens_s:
-        wait_s = max(wait_s, _ticket_wait_s(own, ahead.tokens, pace.drain_tokens_s, pace))
-    return wait_s
-
-
-def _ticket_wait_s(own: Applicant, tokens: int, drain: float, pace: Pace) -> float:
     if not own.batch:
         return tokens / drain
     left = max(drain - pace.offered_tokens_s, pace.batch_tokens_s)
@@ -169,11 +159,7 @@ def _ticket_wait_s(own: Applicant, tokens: int, drain: float, pace: Pace) -> flo
 
 def estimate_service_s(own: Applicant, pace: Pace) -> float:
     """Seconds from the queue's end to the last token; what was not measured counts nothing."""
-    service_s = pace.start_s or 0.0
-    if pace.prefill_tokens_s:
-        more = own.work.prefill_tokens - pace.start_prompt_tokens
-        service_s += max(0.0, more) / pace.prefill_tokens_s
-    return service_s + max(0, own.longest_output - 1) * (pace.output_token_s or 0.0)
+    return (pace.start_s or 0.0) + max(0, own.longest_output - 1) * (pace.output_token_s or 0.0)
 
 
 def pick_to_displace(

@@ -114,7 +114,7 @@ class Attempt:
         else:
             first = await self._compute(request, reserve)
             tokens, news = self._take_first(first, placement.prefill.worker_id)
-        life.admission.times.note_start(len(request.token_ids), time.monotonic() - placed_at_s)
+        life.admission.times.note_start(time.monotonic() - placed_at_s)
         if not group:
             self._close()
         elif self._handover is not None:

@@ -193,6 +193,8 @@ class Dispatch:
         known: Knowledge,
     ) -> None:
         """`prefill` is None where the entry keeps one, and is `decode` where that is colocated."""
+        if not entry.has_begun and not entry.has_asked:
+            self._gate.note_start(entry.demand)
         if decode is not None and decode.role == "colocated":
             entry.demand = one_answer(entry.demand)
         decode_view = self._pool.view(decode.worker_id) if decode is not None else None
@@ -210,8 +212,6 @@ class Dispatch:
         if decode is not None:
             entry.asking, entry.has_asked = decode.worker_id, True
             self._asking.append(entry)
-        elif not entry.has_begun:
-            self._gate.note_ticket(entry.demand)
         entry.placed.set_result(
             Placement(
                 demand=entry.demand,
@@ -231,8 +231,6 @@ class Dispatch:
         if entry.asking is not None:
             entry.asking = None
             self._asking.remove(entry)
-            if granted and not entry.has_begun:
-                self._gate.note_ticket(entry.demand)
             self._wake()
 
     def _keep_free(self, entry: Entry, role: Role, open_workers: dict[str, WorkerSnapshot]) -> None:

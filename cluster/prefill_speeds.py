@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from legato.protos import common_pb2
 
@@ -68,8 +68,3 @@ class PrefillSpeeds:
         if busy is None or self._now() - busy.at > FORGET_S or busy.seconds < LEAST_S:
             return None
         return busy.tokens / busy.seconds or None
-
-    def pool_tokens_s(self, worker_ids: Collection[str]) -> float | None:
-        """Of all of them; one that was not measured counts as the mean of the others."""
-        known = [speed for w in worker_ids if (speed := self.tokens_s(w)) is not None]
-        return sum(known) / len(known) * len(worker_ids) if known else None

@@ -22,16 +22,14 @@ class ServiceTimes:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._start_s, self._prompt_tokens, self._output_tokens, self._share = (
-            DecayingMean(NEWEST_WEIGHT, FORGET_S) for _ in range(4)
+        self._start_s, self._output_tokens, self._share = (
+            DecayingMean(NEWEST_WEIGHT, FORGET_S) for _ in range(3)
         )
         self._token_s = DecayingMean(NEWEST_STEP_WEIGHT, FORGET_S)
 
-    def note_start(self, prompt_tokens: int, seconds: float) -> None:
+    def note_start(self, seconds: float) -> None:
         """From the queue's end to the first token."""
-        now = self._now()
-        self._start_s.add(seconds, 1.0, now)
-        self._prompt_tokens.add(prompt_tokens, 1.0, now)
+        self._start_s.add(seconds, 1.0, self._now())
 
     def note_output(self, num_tokens: int, seconds: float) -> None:
         """So many tokens of one answer came in that time, without what its client took to read.
@@ -50,11 +48,6 @@ class ServiceTimes:
     def start_s(self) -> float | None:
         """Mean seconds to the first token."""
         return self._start_s.value(self._now())
-
-    @property
-    def start_prompt_tokens(self) -> float:
-        """Mean prompt of those that `start_s` was measured with."""
-        return self._prompt_tokens.value(self._now()) or 0.0
 
     @property
     def output_token_s(self) -> float | None:

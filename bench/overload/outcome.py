@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from legato.protos import generation_pb2, generation_pb2_grpc
 
 HINT = "retry-after-ms"
+SERVER_TIME = "server-time-us"
 
 
 class End(Enum):
@@ -37,6 +38,7 @@ class Outcome:
     num_tokens: int = 0
     ttft_s: float | None = None
     hint_ms: int | None = None
+    server_s: float | None = None  # from the handler's beginning to the error, as the router says
     text: str = ""
 
     @property
@@ -67,9 +69,11 @@ async def ask(
                 ttft_s = time.monotonic() - sent_s if ttft_s is None else ttft_s
     except grpc.aio.AioRpcError as error:
         end = _ENDS.get(error.code(), End.FAILED)
-        hints = [value for key, value in error.trailing_metadata() or () if key == HINT]
-        hint_ms = int(hints[0]) if hints else None
+        trailers = dict(error.trailing_metadata() or ())
+        hint_ms = int(trailers[HINT]) if HINT in trailers else None
+        server_s = int(trailers[SERVER_TIME]) / 1e6 if SERVER_TIME in trailers else None
         text = f"{error.code().name}: {error.details()}"
     else:
-        end, hint_ms, text = End.FINISHED, None, ""
-    return Outcome(end, sent_s, time.monotonic(), batch, num_tokens, ttft_s, hint_ms, text)
+        end, hint_ms, server_s, text = End.FINISHED, None, None, ""
+    ended_s = time.monotonic()
+    return Outcome(end, sent_s, ended_s, batch, num_tokens, ttft_s, hint_ms, server_s, text)

@@ -57,6 +57,7 @@ async def probe(address: str, deadline_s: float) -> dict[str, object]:
     return {
         "asked": len(outcomes),
         "refusals_s": [round(o.latency_s, 5) for o in refused],
+        "router_s": [o.server_s for o in refused],
         "without_hint": sum(o.hint_ms is None for o in refused),
         "health_s": [round(seconds, 5) for seconds in health_s],
     }

@@ -57,6 +57,7 @@ def flood_report(flood: Flood) -> dict[str, object]:
         "arrival_delay_s": spread(flood.delays_s),
         "ends": ends,
         "refusal_s": spread([o.latency_s for o in refused]),
+        "refusal_router_s": spread([o.server_s for o in refused if o.server_s is not None]),
         # Let in, and given up while they waited.
         "refused_late": sum(o.latency_s > 1.0 for o in refused),
         "refused_without_hint": sum(o.hint_ms is None for o in refused),

@@ -83,7 +83,7 @@ async def run(plan: Plan) -> dict[str, object]:
         stub = generation_pb2_grpc.GenerationStub(channel)
         cluster = cluster_pb2_grpc.ClusterStub(channel)
         status = await cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_S)
-        memory = ServiceMemory(status.owner_pid)
+        memory = ServiceMemory(status)
         idle_ttft_s = await _idle_ttft_s(stub, Mix(plan.seed, 0.0))
         peak = await _peak(stub, plan)
         deadlines = Deadlines(INTERACTIVE_PATIENCE * peak.median_s, BATCH_PATIENCE * peak.median_s)
@@ -99,9 +99,9 @@ async def run(plan: Plan) -> dict[str, object]:
         recovery_s = await _recovery_s(stub, Mix(plan.seed + 3, 0.0), flood, normal_s)
         await flood.finish()
     goodput = rate_within(flood.outcomes, flood.began_s + peak.median_s, flood.ended_s)
-    refusals_s, health_s = probe.said["refusals_s"], probe.said["health_s"]
-    assert isinstance(refusals_s, list), "as the probe prints it"
-    assert isinstance(health_s, list), "as the probe prints it"
+    refusals_s, router_s, health_s = (
+        _seconds(probe.said[name]) for name in ("refusals_s", "router_s", "health_s")
+    )
     report: dict[str, object] = {
         "capacity": asdict(peak),
         "deadlines": asdict(deadlines),
@@ -114,6 +114,7 @@ async def run(plan: Plan) -> dict[str, object]:
         "probe": {
             "asked": probe.said["asked"],
             "refusal_s": spread(refusals_s),
+            "refusal_router_s": spread(router_s),
             "without_hint": probe.said["without_hint"],
             "idle_call_s": spread(health_s),
         },
@@ -129,6 +130,11 @@ async def run(plan: Plan) -> dict[str, object]:
     }
     report["invalid"], report["wrong"] = faults(report, rate)
     return report
+
+
+def _seconds(said: object) -> list[float]:
+    assert isinstance(said, list), "as the probe prints it"
+    return said
 
 
 async def _idle_ttft_s(stub: generation_pb2_grpc.GenerationAsyncStub, mix: Mix) -> float:

@@ -23,7 +23,7 @@ class Measured(Scene):
         for turn in range(17):
             await self.send(f"m-{turn}", deadline_s=1000.0)
         for turn in range(16):
-            self.queue.times.note_start(PROMPT, 0.1)
+            self.queue.times.note_start(0.1)
             self.queue.times.note_output(40, 0.4)
             self.queue.times.note_length(OUTPUT, OUTPUT)
             self.now += 1.01
@@ -60,9 +60,8 @@ async def test_before_it_is_read_one_is_refused_by_the_same_rule_unless_it_might
         scene.queue.check_arrival(demand, demand, Deadline(scene.now + 2.0, given=True))
     scene.queue.check_arrival(demand, demand, Deadline(scene.now + 20.0, given=True))
     small = Demand(1, 2)
-    scene.queue.check_arrival(
-        small, small, Deadline(scene.now + 0.1, given=True)
-    )  # it may start on what is left
+    # It may start on what is left.
+    scene.queue.check_arrival(small, small, Deadline(scene.now + 0.1, given=True))
 
 
 async def test_one_that_waits_is_given_up_when_its_time_has_become_too_short() -> None:
@@ -110,3 +109,38 @@ async def test_a_full_queue_gives_up_the_youngest_batch_request_for_an_interacti
     assert "limit 2" in (await scene.error("chat-3")).message, "interactive ones fill it"
     await scene.end("running")
     assert scene.started[-1] == "chat"
+
+
+async def test_one_that_waited_alone_counts_though_its_ticket_comes_after_it_has_left() -> None:
+    scene = Measured()
+    entry = scene.queue.enter(1)[0]
+    await scene.arrive("m-0", ROWS, prefill=PROMPT, entry=entry)
+    for turn in range(16):  # never more than one waits, and each a second
+        await scene.arrive(f"m-{turn + 1}", ROWS, prefill=PROMPT, granted=False)
+        await scene.pass_time(1.0)
+        await scene.end(f"m-{turn}")
+        scene.placements[f"m-{turn + 1}"].granted()
+    scene.queue.times.note_length(OUTPUT, OUTPUT)
+    await scene.send("waits", deadline_s=60.0)
+    await scene.send("hurry", deadline_s=0.5)
+    assert "about 1 s are needed, 1 s of them" in (await scene.error("hurry")).message
+    await scene.send("patient", deadline_s=5.0)
+    assert not scene.tasks["patient"].done()
+
+
+async def test_a_pool_without_workers_refuses_nobody_for_its_deadline() -> None:
+    scene = Measured()
+    await scene.measure()
+    for name in ("a", "b", "c"):
+        await scene.send(name, deadline_s=60.0)
+    gone, scene.pool.decode = scene.pool.decode, []
+    scene.pool.empty_since["decode"] = scene.now
+    await scene.send("hurry", deadline_s=2.0)
+    await scene.pass_time(1.0)
+    assert not scene.tasks["hurry"].done(), "who knows when a worker comes"
+    await scene.pass_time(20.0)
+    assert (await scene.error("hurry")).code is grpc.StatusCode.UNAVAILABLE
+    scene.pool.decode, scene.pool.empty_since["decode"] = gone, None
+    await scene.send("later", deadline_s=5.0)
+    await scene.pass_time(0.2)
+    assert not scene.tasks["later"].done(), "time without workers is not theirs"

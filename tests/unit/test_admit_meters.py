@@ -105,10 +105,10 @@ def test_an_answer_is_expected_to_get_as_long_as_others_did() -> None:
 def test_times_are_forgotten() -> None:
     clock = Clock()
     times = ServiceTimes(clock)
-    times.note_start(100, 0.5)
+    times.note_start(0.5)
     times.note_output(20, 1.0)
     times.note_output(0, 5.0)
-    assert (times.start_s, times.start_prompt_tokens) == (0.5, 100)
+    assert times.start_s == 0.5
     assert times.output_token_s == pytest.approx(0.05)
     clock.now += 11.0
     assert times.start_s is times.output_token_s is None
@@ -129,8 +129,7 @@ def test_a_prefill_worker_is_measured_from_reports_at_which_it_had_prompts() -> 
     report(700, has_prompts=False)  # its end counts, though nothing is left
     report(700, has_prompts=False)
     assert speeds.tokens_s("p") == pytest.approx(2400, rel=0.02)
-    assert speeds.pool_tokens_s(["p", "q"]) == pytest.approx(4800, rel=0.02)
-    assert speeds.pool_tokens_s(["q"]) is None
+    assert speeds.tokens_s("q") is None
     clock.now += 61.0
     assert speeds.tokens_s("p") is None
 

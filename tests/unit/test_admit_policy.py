@@ -15,7 +15,6 @@ from legato.cluster.admit_policy import (
     QueueSnapshot,
     Work,
     admit,
-    estimate_service_s,
     estimate_wait_s,
     give_up,
     pick_to_displace,
@@ -24,10 +23,8 @@ from legato.cluster.policies import BATCH_AGEING_S
 
 LIMITS = QueueLimits(requests=10, tokens=10_000)
 PACE = Pace(
-    prefill_tokens_s=1000.0,
     drain_tokens_s=500.0,
     start_s=0.2,
-    start_prompt_tokens=50.0,
     output_token_s=0.01,
 )
 OWN = Applicant(Work(1, 50, 100), longest_output=101, batch=False, left_s=10.0)
@@ -79,36 +76,24 @@ def test_what_was_not_measured_refuses_nobody() -> None:
     assert admit(replace(OWN, left_s=0.01), queue(5, 5000), LIMITS, Pace()) is None
 
 
-def test_prefill_is_what_one_waits_for_where_it_is_the_slower() -> None:
-    ahead = Work(1, 3000, 10)
-    assert estimate_wait_s(OWN, ahead, 500, PACE) == pytest.approx(6.02)
-    assert estimate_wait_s(OWN, ahead, 5000, PACE) == pytest.approx(8.0)
-    assert estimate_wait_s(OWN, Work(), 5000, PACE) == 0.0, "nobody is before it"
-
-
-def test_a_longer_prompt_takes_longer_to_start() -> None:
-    long = replace(OWN, work=Work(1, 1050, 100))
-    assert estimate_service_s(long, PACE) - estimate_service_s(OWN, PACE) == pytest.approx(1.0)
-
-
 def test_batch_requests_have_what_interactive_ones_leave() -> None:
     batch, waiting = replace(OWN, batch=True), Work(1, 0, 100)
     idle, busy = (replace(PACE, offered_tokens_s=rate) for rate in (0.0, 400.0))
-    assert estimate_wait_s(batch, waiting, 0, idle) == pytest.approx(0.2)
-    assert estimate_wait_s(batch, waiting, 0, busy) == pytest.approx(1.0)
+    assert estimate_wait_s(batch, waiting, idle) == pytest.approx(0.2)
+    assert estimate_wait_s(batch, waiting, busy) == pytest.approx(1.0)
     flooded = replace(PACE, offered_tokens_s=2000.0)
     aged_s = BATCH_AGEING_S + 100 / (AGED_SHARE * 500.0)
-    assert estimate_wait_s(batch, waiting, 0, flooded) == pytest.approx(aged_s)
+    assert estimate_wait_s(batch, waiting, flooded) == pytest.approx(aged_s)
     seen = replace(flooded, batch_tokens_s=250.0)
-    assert estimate_wait_s(batch, waiting, 0, seen) == pytest.approx(0.4)
-    assert estimate_wait_s(OWN, waiting, 0, flooded) == pytest.approx(0.2)
+    assert estimate_wait_s(batch, waiting, seen) == pytest.approx(0.4)
+    assert estimate_wait_s(OWN, waiting, flooded) == pytest.approx(0.2)
 
 
 def test_who_waits_is_given_up_only_when_even_a_quick_queue_is_too_slow() -> None:
     ahead = Work(4, 0, 1000)  # 2 s
-    assert give_up(replace(OWN, left_s=2.3), ahead, 0, PACE) is None
-    assert give_up(replace(OWN, left_s=2.1), ahead, 0, PACE) is not None
-    assert give_up(replace(OWN, left_s=1.1), Work(), 0, PACE) is not None
+    assert give_up(replace(OWN, left_s=2.3), ahead, PACE) is None
+    assert give_up(replace(OWN, left_s=2.1), ahead, PACE) is not None
+    assert give_up(replace(OWN, left_s=1.1), Work(), PACE) is not None
 
 
 def test_batch_requests_give_way_to_an_interactive_one_and_no_more_than_needed() -> None:

@@ -113,7 +113,7 @@ class Simulation:
         def first_token() -> None:
             placement.computed()
             placement.handed_over()
-            scene.queue.times.note_start(request.prompt, scene.now - placed_s)
+            scene.queue.times.note_start(scene.now - placed_s)
 
         def end() -> None:
             scene.queue.times.note_output(request.output, token_s * request.output)
