@@ -133,8 +133,10 @@ class Admission:
         self._waiting.append(entry)
         try:
             self.dispatch()
-            if first and not entry.placed.done():
-                self._check_may_wait(entry)
+            if not entry.placed.done():
+                entry.has_waited = True
+                if first:
+                    self._check_may_wait(entry)
             return await entry.placed
         except BaseException:
             # Cancelled in the moment of being placed: the room must not be lost.
@@ -169,7 +171,7 @@ class Admission:
         self._note_queue()
 
     def _note_queue(self) -> None:
-        self._gate.note_queue(waits=bool(self._waiting))
+        self._gate.note_queue(waits=self._dispatch.waits)
 
     def _refuse_hopeless(self, now: float) -> None:
         """Fails what no present worker can ever hold, and what waited too long for any worker.

@@ -70,7 +70,7 @@ class AdmitGate:
             self._offered.note(self.work(demand).tokens)
 
     def note_start(self, demand: Demand) -> None:
-        """A request leaves the queue, for the first time."""
+        """A request has left the queue for good: it has its ticket, or needs none."""
         self._drain.note(self.work(demand).tokens, batch=demand.batch)
 
     def work(self, demand: Demand) -> Work:

@@ -62,6 +62,11 @@ class Dispatch:
         self._wake = wake
         self._costs = costs
 
+    @property
+    def waits(self) -> bool:
+        """Whether somebody does; also one that has left the queue for a ticket it may not get."""
+        return bool(self.waiting) or any(entry.has_waited for entry in self._asking)
+
     def start_all(self, now: float) -> Demand | None:
         """Starts who may; returns the least of what those ask for that have to wait."""
         prefills = {v.worker_id: self._snapshot(v) for v in self._pool.placeable("prefill")}
@@ -193,8 +198,6 @@ class Dispatch:
         known: Knowledge,
     ) -> None:
         """`prefill` is None where the entry keeps one, and is `decode` where that is colocated."""
-        if not entry.has_begun and not entry.has_asked:
-            self._gate.note_start(entry.demand)
         if decode is not None and decode.role == "colocated":
             entry.demand = one_answer(entry.demand)
         decode_view = self._pool.view(decode.worker_id) if decode is not None else None
@@ -212,6 +215,8 @@ class Dispatch:
         if decode is not None:
             entry.asking, entry.has_asked = decode.worker_id, True
             self._asking.append(entry)
+        elif not entry.has_begun:
+            self._gate.note_start(entry.demand)
         entry.placed.set_result(
             Placement(
                 demand=entry.demand,
@@ -229,8 +234,11 @@ class Dispatch:
     def _settle(self, entry: Entry, *, granted: bool) -> None:
         """The entry's ticket is granted, or it does not ask for one any more. Idempotent."""
         if entry.asking is not None:
+            if granted and not entry.has_begun:
+                self._gate.note_start(entry.demand)
             entry.asking = None
             self._asking.remove(entry)
+            self._gate.note_queue(waits=self.waits)
             self._wake()
 
     def _keep_free(self, entry: Entry, role: Role, open_workers: dict[str, WorkerSnapshot]) -> None:

@@ -39,6 +39,7 @@ class Entry:
         self.has_begun = False  # work on it has begun on a worker: it is never turned away
         self.keeps: Placement | None = None  # only another decode worker is wanted
         self.asking: str | None = None  # the decode worker that has yet to grant its ticket
+        self.has_waited = False  # it could not start at once
         self.has_asked = False  # it comes back to the queue, and stands before others there
         self.kept_free: dict[Role, str] = {}  # workers that drain for it, once it is overdue
 
