@@ -13,10 +13,10 @@ from legato.protos import common_pb2, generation_pb2
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from legato.cluster.admission import Entry
     from legato.cluster.answer import Answer
     from legato.cluster.attempt_errors import PathFailedError
     from legato.cluster.load_window import LoadWindow
+    from legato.cluster.queue_entry import Entry
     from legato.cluster.request import RequestSpec
     from legato.cluster.request_log import RequestLog
     from legato.cluster.timings import Phase, PhaseClock

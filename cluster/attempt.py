@@ -14,9 +14,9 @@ from legato.cluster.worker_calls import DecodeCall, PrefillCall
 from legato.protos import common_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from legato.cluster.admission import Placement
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife, Group
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.policies import Demand
     from legato.cluster.request_life import RequestLife
     from legato.protos import generation_pb2
@@ -86,6 +86,7 @@ class Attempt:
         if placement.is_colocated:
             request.num_answers = 1
         reserve: worker_pb2.Reserve | None = None
+        placed_at_s = time.monotonic()
 
         # A ticket first: KV is never computed without a place for it to go.
         if placement.decode is not None:
@@ -113,10 +114,11 @@ class Attempt:
         else:
             first = await self._compute(request, reserve)
             tokens, news = self._take_first(first, placement.prefill.worker_id)
+        life.admission.times.note_start(time.monotonic() - placed_at_s)
         if not group:
             self._close()
         elif self._handover is not None:
-            self._handover.start(tokens)
+            self._handover.start(tokens, first.model_s)
         for answer, delta, ending in news:
             await life.deliver(answer, delta, ending)
         if not group:
@@ -149,7 +151,7 @@ class Attempt:
         load = placement.decode.load
         return prefills_locally(
             len(request.token_ids) - request.ticket.cached_tokens,
-            max(0, placement.prefill.backlog_tokens - placement.demand.prefill_tokens),
+            placement.prefill.backlog_tokens - placement.prefill_share.backlog_tokens,
             life.costs.costs(load.local_prefill_token_s if load is not None else 0.0),
             life.local_prefill_tokens,
         )

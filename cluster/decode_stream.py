@@ -15,8 +15,8 @@ from legato.protos import common_pb2, worker_pb2
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from legato.cluster.admission import Placement
     from legato.cluster.answer_life import AnswerLife, Group
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.departures import MoveWord
     from legato.cluster.request_life import RequestLife
     from legato.cluster.worker_calls import DecodeCall
@@ -63,7 +63,9 @@ class DecodeStream:
         gaps = TokenGaps(window, time.monotonic()) if window is not None else None
         try:
             while self._group:
+                asked_at_s = time.monotonic()
                 event = await self._decode.next_of_answer()
+                waited_s = time.monotonic() - asked_at_s
                 number = event.answer
                 if number in self._stopped:  # it was on its way when Stop was sent
                     continue
@@ -74,6 +76,8 @@ class DecodeStream:
                 if isinstance(event, worker_pb2.Tokens):
                     departures.hear_tokens(number)
                     figures[number].count(event)
+                    num_tokens, num_open = len(event.tokens), len(self._group)
+                    self._life.admission.times.note_output(num_tokens, waited_s * num_open)
                     if gaps is not None:
                         gaps.arrived(number, len(event.tokens), time.monotonic())
                     await self._take(event, departures)

@@ -21,8 +21,8 @@ from legato.protos import common_pb2, worker_pb2
 from legato.protos.printable import printable
 
 if TYPE_CHECKING:
-    from legato.cluster.admission import Placement
     from legato.cluster.answer_life import AnswerLife
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.request_life import RequestLife
 
 

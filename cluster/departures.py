@@ -14,8 +14,8 @@ from legato.cluster.move_policies import is_worth_moving
 from legato.protos import worker_pb2
 
 if TYPE_CHECKING:
-    from legato.cluster.admission import Placement
     from legato.cluster.answer_life import AnswerLife, Group
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.departure import Arrival
     from legato.cluster.request_life import RequestLife
     from legato.cluster.worker_calls import DecodeCall

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Trailers = tuple[tuple[str, str | bytes], ...]
+SERVER_TIME = "server-time-us"
 log = logging.getLogger(__name__)
 
 
@@ -24,7 +26,8 @@ def with_status(
     handler: Callable[[Any, Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[T]],
 ) -> Callable[[Any, Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[T]]:
     """Wraps a handler. A RequestError is told as it stands, with its retry hint; anything else is
-    logged and told as INTERNAL with the reference under which the log has it.
+    logged and told as INTERNAL with the reference under which the log has it. With a hint comes
+    SERVER_TIME: from the handler's beginning to the error, without the way there and back.
     """
 
     @functools.wraps(handler)
@@ -33,10 +36,12 @@ def with_status(
         request: Any,  # noqa: ANN401  # any message
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> T:
+        began_s = time.monotonic()
         try:
             return await handler(servicer, request, context)
         except RequestError as error:
-            await context.abort(error.code, error.message, _trailers(error))
+            trailers = _trailers(error, time.monotonic() - began_s)
+            await context.abort(error.code, error.message, trailers)
         except Exception as error:
             if isinstance(error, grpc.aio.AbortError):
                 raise
@@ -50,9 +55,13 @@ def with_status(
     return handle
 
 
-def _trailers(error: RequestError) -> Trailers:
+def _trailers(error: RequestError, seconds: float) -> Trailers:
     retry_ms = error.retry_after_ms
     if retry_ms is None:
         return ()
     number: int = error.code.value[0]
-    return ("retry-after-ms", str(retry_ms)), hint_trailer(number, error.message, retry_ms / 1000)
+    return (
+        ("retry-after-ms", str(retry_ms)),
+        (SERVER_TIME, str(round(seconds * 1e6))),
+        hint_trailer(number, error.message, retry_ms / 1000),
+    )

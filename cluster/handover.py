@@ -24,8 +24,8 @@ from legato.protos.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
-    from legato.cluster.admission import Placement
     from legato.cluster.answer_life import AnswerLife, Group
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.request_life import RequestLife
     from legato.cluster.worker_calls import PrefillCall
 
@@ -62,15 +62,18 @@ class Handover:
         self._prefill = prefill
         self._reserve = reserve
         self._tokens: Mapping[int, int] = {}
+        self._model_s = 0.0
         self._answers: Sequence[AnswerLife] = ()  # those that go on, once that is known
         self._started = asyncio.Event()  # the first tokens are known
         self._has_no_decode = False  # it was given up, and no other has been found yet
         self._handoff = _spawn(self._follow_handoff())
         self._joining = _spawn(self._run())
 
-    def start(self, tokens: Mapping[int, int]) -> None:
-        """The first tokens of the answers that go on, by their number: decode may begin."""
-        self._tokens = tokens
+    def start(self, tokens: Mapping[int, int], model_s: float) -> None:
+        """The first tokens of the answers that go on, by their number: decode may begin. `model_s`:
+        of the prefill.
+        """
+        self._tokens, self._model_s = tokens, model_s
         self._answers = tuple(self._group.values())
         self._started.set()
 
@@ -175,6 +178,9 @@ class Handover:
                 )
             for answer in self._answers:
                 answer.count_handoff(event)
+            path = self.placement.prefill.worker_id, self.decode.view.worker_id
+            num_rows = len(self._reserve.token_ids)
+            self._life.pool.learnt.paths.note(path, event, num_rows, self._model_s)
             self._life.note_passed(self.placement, self._answers)
             self.placement.handed_over()
             return

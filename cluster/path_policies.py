@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legato.cluster.policies import pick_decode, pick_prefill
+from legato.cluster.policies import NOTHING_KNOWN, pick_decode, pick_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from legato.cluster.policies import Demand, WorkerSnapshot
+    from legato.cluster.policies import Demand, Knowledge, WorkerSnapshot
 
     Path = tuple[str, str]  # ids of a prefill and of a decode worker
     Closed = frozenset[Path]  # KV did not get over these of late
@@ -54,11 +54,12 @@ def pick_pair(
     prefills: Sequence[WorkerSnapshot],
     decodes: Sequence[WorkerSnapshot],
     closed: Closed,
+    known: Knowledge = NOTHING_KNOWN,
 ) -> tuple[WorkerSnapshot, WorkerSnapshot] | None:
     """As `pick_prefill` and `pick_decode`, over a path that is open; None: none with room now."""
     left = list(prefills)
-    while (prefill := pick_prefill(demand, left)) is not None:
-        decode = pick_reachable(demand, prefill.worker_id, decodes, closed)
+    while (prefill := pick_prefill(demand, left, known)) is not None:
+        decode = pick_reachable(demand, prefill.worker_id, decodes, closed, known)
         if decode is not None:
             return prefill, decode
         left.remove(prefill)
@@ -66,7 +67,12 @@ def pick_pair(
 
 
 def pick_reachable(
-    demand: Demand, prefill: str, decodes: Iterable[WorkerSnapshot], closed: Closed
+    demand: Demand,
+    prefill: str,
+    decodes: Iterable[WorkerSnapshot],
+    closed: Closed,
+    known: Knowledge = NOTHING_KNOWN,
 ) -> WorkerSnapshot | None:
     """As `pick_decode`, for KV that is at that prefill worker."""
-    return pick_decode(demand, [d for d in decodes if (prefill, d.worker_id) not in closed])
+    reachable = [d for d in decodes if (prefill, d.worker_id) not in closed]
+    return pick_decode(demand, reachable, known)

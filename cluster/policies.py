@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from legato.cluster.control_plane import Role
 
@@ -70,6 +70,11 @@ class WorkerSnapshot:
             return self._blocks_for(demand.prefill_tokens)
         return self._decode_blocks(demand, demand.decode_tokens)
 
+    def blocks_grown(self, demand: Demand, output_tokens: int) -> int:
+        """Blocks of an attempt whose answers get so long, or as long as they may."""
+        rows = min(demand.decode_tokens, demand.prefill_tokens + output_tokens)
+        return self._decode_blocks(demand, max(demand.prefill_tokens + 1, rows))
+
     def can_ever_hold(self, demand: Demand) -> bool:
         """True where the whole worker is large enough."""
         return self.blocks_at_end(demand) <= self.total_blocks
@@ -113,41 +118,105 @@ class WorkerSnapshot:
         return -(-num_tokens // self.block_size)
 
 
-def pick_prefill(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnapshot | None:
-    """The prefill worker with the fewest uncomputed tokens that has room, or None.
+@dataclass(frozen=True)
+class Knowledge:
+    """What was learnt of the workers, for one request; empty: nothing, and load alone decides."""
 
-    Room is blocks for the prompt, and a backlog that stays within PREFILL_BACKLOG_TOKENS; a
-    worker without backlog takes a prompt of any length. Workers in `demand.avoid` come last; ties
-    go to the one with most free blocks, then by id.
+    held: Mapping[str, int] = field(default_factory=dict)  # first tokens whose KV is there
+    prefill_tokens_s: Mapping[str, float] = field(default_factory=dict)
+    path_rows_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    expected_output: int = 0  # tokens of each answer
+
+    def uncached(self, demand: Demand, worker_id: str) -> int:
+        """Tokens of KV that the worker lacks; of a prompt the last is computed in any case."""
+        return max(1, demand.prefill_tokens - self.held.get(worker_id, 0))
+
+
+NOTHING_KNOWN = Knowledge()
+
+
+def pick_prefill(
+    demand: Demand,
+    workers: Iterable[WorkerSnapshot],
+    known: Knowledge = NOTHING_KNOWN,
+    decode: str | None = None,
+) -> WorkerSnapshot | None:
+    """The prefill worker from which the first token is expected soonest and that has room, or None.
+
+    Room is blocks for the prompt, and a backlog that stays within PREFILL_BACKLOG_TOKENS with what
+    the worker would have to compute; one without backlog takes a prompt of any length. The time is
+    that of the backlog and of the part of the prompt whose KV the worker does not hold, at its
+    measured speed; and, where `decode` is given, that of the rows which it lacks, over the path's
+    measured speed. What was not measured counts as the mean of what was; where no prefill speed is
+    known, tokens alone are compared. So a worker that holds the prompt's beginning is preferred up
+    to the backlog which computing that part would be, and no further: load has the last word, and
+    a common prefix spreads. Workers in `demand.avoid` come last; ties go to the one with most free
+    blocks, then by id.
     """
-    fitting = (
+    fitting = [
         worker
         for worker in workers
         if worker.can_hold_now(demand)
         and (
             worker.backlog_tokens == 0
-            or worker.backlog_tokens + demand.prefill_tokens <= PREFILL_BACKLOG_TOKENS
+            or worker.backlog_tokens + known.uncached(demand, worker.worker_id)
+            <= PREFILL_BACKLOG_TOKENS
         )
-    )
+    ]
+    speeds, paths = known.prefill_tokens_s, known.path_rows_s
+    usual_speed = _mean(speeds.values())
+    usual_path = _mean(speed for (_, to), speed in paths.items() if to == decode)
+    num_rows = 0 if decode is None else demand.prefill_tokens - known.held.get(decode, 0)
+
+    def first_token_s(worker_id: str, backlog_tokens: int) -> float:
+        tokens = backlog_tokens + known.uncached(demand, worker_id)
+        if usual_speed is None:
+            return tokens
+        seconds = tokens / speeds.get(worker_id, usual_speed)
+        if decode is not None and usual_path is not None:
+            seconds += max(0, num_rows) / paths.get((worker_id, decode), usual_path)
+        return seconds
+
     return min(
         fitting,
-        key=lambda w: (w.worker_id in demand.avoid, w.backlog_tokens, -w.free_blocks, w.worker_id),
+        key=lambda w: (
+            w.worker_id in demand.avoid,
+            first_token_s(w.worker_id, w.backlog_tokens),
+            -w.free_blocks,
+            w.worker_id,
+        ),
         default=None,
     )
 
 
-def pick_decode(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnapshot | None:
-    """The decode worker with the largest free share of its KV blocks that has room, or None.
+def pick_decode(
+    demand: Demand, workers: Iterable[WorkerSnapshot], known: Knowledge = NOTHING_KNOWN
+) -> WorkerSnapshot | None:
+    """The decode worker with the largest share of its KV blocks free once the request has grown to
+    what is expected of it, or None where none has room.
 
-    The KV blocks limit a decode batch, so their use is the load. Workers in `demand.avoid` come
-    last; ties go by id.
+    The KV blocks limit a decode batch, so their use is the load. Rows of the prompt that a worker
+    holds are not sent to it, and need no block that is not in use already: it counts as having as
+    many more blocks, so that it is preferred up to that difference in load and no further. Workers
+    in `demand.avoid` come last; ties go by id.
     """
+
+    def free_share(worker: WorkerSnapshot) -> float:
+        held = min(known.held.get(worker.worker_id, 0), demand.prefill_tokens)
+        grown = worker.blocks_grown(demand, known.expected_output)
+        return (worker.free_blocks - grown + held // worker.block_size) / worker.total_blocks
+
     fitting = (worker for worker in workers if worker.can_hold_now(demand))
     return min(
         fitting,
-        key=lambda w: (w.worker_id in demand.avoid, -w.free_blocks / w.total_blocks, w.worker_id),
+        key=lambda w: (w.worker_id in demand.avoid, -free_share(w), w.worker_id),
         default=None,
     )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
 
 
 def pick_to_drain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> WorkerSnapshot | None:

@@ -12,6 +12,7 @@ import grpc
 from legato.cluster.cancellation import check_cancellation
 from legato.cluster.identity_check import IdentityMismatchError, check_identity
 from legato.cluster.kv_paths import KvPaths
+from legato.cluster.learnt import Learnt
 from legato.cluster.request import ModelLimits
 from legato.cluster.roles import PAIR, ROLES
 from legato.cluster.worker_view import ViewState, WorkerView
@@ -53,6 +54,7 @@ class PoolView:
         self._on_change = on_change
         self._now = now
         self.paths = KvPaths(now)
+        self.learnt = Learnt(now)
         self._views: dict[str, WorkerView] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -72,6 +74,7 @@ class PoolView:
         self.seen_roles |= {endpoint.role for endpoint in workers}
         for worker_id in self._views.keys() - wanted.keys():
             self._watches.pop(worker_id).cancel()
+            self.learnt.forget(worker_id)
             self._chore(self._views.pop(worker_id).close("it left the pool"))
             self._on_worker(worker_id, "gone", "it left the pool")
         for worker_id, endpoint in wanted.items():
@@ -271,6 +274,7 @@ class PoolView:
             phase = common_pb2.WorkerPhase.Name(report.phase).lower()
             log.info("worker %s: %s", view.worker_id, phase)
             self._on_worker(view.worker_id, phase.removeprefix("worker_phase_"), "")
+        self.learnt.note_report(view, report)
         if report.phase == common_pb2.WORKER_PHASE_DEAD:
             self.lose(view, "it reports that its engine is dead")
         elif (

@@ -29,9 +29,10 @@ from legato.cluster.timings import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from legato.cluster.admission import Admission, Placement
+    from legato.cluster.admission import Admission
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.departure import Arrival
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
@@ -72,6 +73,8 @@ class RequestLife:
         await answer.deliver(delta)
         if ending is not None:
             self.num_open -= 1
+            num_tokens = len(answer.answer.token_ids)
+            self.admission.times.note_length(num_tokens, self.spec.max_tokens)
             if self.num_open == 0:
                 self.on_end()
             await answer.finish(ending)

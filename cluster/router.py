@@ -15,18 +15,21 @@ import grpc
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
+from legato.cluster.deadline import Deadline
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
 from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
+from legato.cluster.prompt_hashes import PromptHashes
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
 from legato.cluster.resumption import check_model
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
+from legato.cluster.unread_demand import unread_demand
 from legato.protos import generation_pb2
 
 if TYPE_CHECKING:
@@ -213,19 +216,13 @@ class Router:
         """
         clocks = [PhaseClock(time.monotonic)]  # one an answer, once their number is known
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
+        deadline = Deadline(time.monotonic() + limit_s, given=time_left_s is not None)
         try:
             async with asyncio.timeout(limit_s) as bound:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(
-                        request,
-                        send,
-                        clocks,
-                        time.monotonic() + limit_s,
-                        bound,
-                        given=time_left_s is not None,
-                    )
+                    await self._generate(request, send, clocks, deadline, bound)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -238,7 +235,7 @@ class Router:
             self.counters.failed += 1
             if not bound.expired():
                 raise
-            raise self._out_of_time(clocks, limit_s, given=time_left_s is not None) from None
+            raise self._out_of_time(clocks, limit_s, deadline) from None
         except RequestError as error:
             self.counters.count_error(error)
             raise
@@ -251,12 +248,10 @@ class Router:
         request: generation_pb2.GenerateRequest,
         send: Send,
         clocks: list[PhaseClock],
-        deadline: float,
+        deadline: Deadline,
         bound: asyncio.Timeout,
-        *,
-        given: bool,
     ) -> None:
-        spec, answers = await self._admit(request)
+        spec, answers = await self._admit(request, deadline)
         fingerprint = self.pool.model_fingerprint
         owner = await self._in_flight.take(spec, bound)
         try:
@@ -264,9 +259,7 @@ class Router:
             start = generation_pb2.StreamStart(
                 seed=spec.sampling.seed, max_tokens=spec.max_tokens, model_fingerprint=fingerprint
             )
-            await self._live(
-                spec, answers, _InTurn(start, send), clocks, deadline, owner, given=given
-            )
+            await self._live(spec, answers, _InTurn(start, send), clocks, deadline, owner)
         except asyncio.CancelledError:
             if owner.superseded and bound.expired():
                 raise superseded(spec.request_id) from None
@@ -280,12 +273,11 @@ class Router:
         answers: Sequence[Answer],
         send: Send,
         clocks: Sequence[PhaseClock],
-        deadline: float,
+        deadline: Deadline,
         owner: Ownership,
-        *,
-        given: bool,
     ) -> None:
-        entries = self.admission.enter(len(spec.open_answers), deadline if given else None)
+        prompt = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
+        entries = self.admission.enter(len(spec.open_answers), deadline, prompt)
         window = None
         if self._load_reporter is not None and not spec.batch_priority:  # those have no goal
             window = self._load_reporter.window
@@ -310,7 +302,7 @@ class Router:
             costs=self._costs,
             local_prefill_tokens=self.options.local_prefill_tokens,
             max_attempts=self.options.max_attempts,
-            seconds_left=lambda: max(0.001, deadline - time.monotonic()),
+            seconds_left=lambda: max(0.001, deadline.at - time.monotonic()),
             on_end=owner.release,
         )
         self._log.note(
@@ -323,7 +315,7 @@ class Router:
         try:
             await live(life)
         except (asyncio.CancelledError, ClientGoneError):
-            outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
+            outcome = "deadline" if time.monotonic() >= deadline.at else "cancelled"
             outcome = "superseded" if owner.superseded else outcome
             raise
         except Exception as error:
@@ -335,7 +327,7 @@ class Router:
             self.counters.moved_with_kv += life.kv_moves
 
     async def _admit(
-        self, request: generation_pb2.GenerateRequest
+        self, request: generation_pb2.GenerateRequest, deadline: Deadline
     ) -> tuple[RequestSpec, list[Answer]]:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
         if self._draining:
@@ -344,6 +336,8 @@ class Router:
         if limits is None or not self.pool.ever_ready:
             raise unavailable(f"not ready: {self.missing()}")
         check_model(request, self.pool.model_fingerprint)
+        least, most = unread_demand(request, limits)
+        self.admission.check_arrival(least, most, deadline)
         limit = self.options.max_queued_requests
         if self._num_parsing > limit:
             raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")
@@ -372,16 +366,15 @@ class Router:
         self._num_parsing -= 1
 
     def _out_of_time(
-        self, clocks: list[PhaseClock], limit_s: float, *, given: bool
+        self, clocks: list[PhaseClock], limit_s: float, deadline: Deadline
     ) -> RequestError:
         if self._draining:
             return unavailable("the service is shutting down; the request was cut short")
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
-            limit = "the call's deadline" if given else "the service's default deadline"
             return RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"{limit} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",
+                f"{deadline.name} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",
             )
         return unavailable(f"{limit_s:.3g} s passed without a worker: {self.missing()}")
 

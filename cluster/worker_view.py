@@ -60,14 +60,20 @@ class PrefillShare:
     colocated worker only the backlog: there the blocks are the DecodeShare's.
     """
 
-    def __init__(self, view: WorkerView, demand: Demand) -> None:
+    def __init__(self, view: WorkerView, demand: Demand, num_uncached: int | None = None) -> None:
+        """`num_uncached`: tokens that it will have to compute, as far as is known; None: all."""
         self._view = view
-        self._tokens = demand.prefill_tokens
+        self._tokens = demand.prefill_tokens if num_uncached is None else num_uncached
         snapshot = view.snapshot()
         self._blocks = snapshot.blocks_now(demand) if snapshot.role == "prefill" else 0
         view.used_blocks += self._blocks
         view.backlog_tokens += self._tokens
         view.note_use()
+
+    @property
+    def backlog_tokens(self) -> int:
+        """This attempt's part of the worker's."""
+        return self._tokens
 
     def computed(self) -> None:
         """The first token came: the prompt waits no more. Idempotent."""

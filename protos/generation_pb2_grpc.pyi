@@ -37,7 +37,8 @@ class GenerationStub:
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in
+    time; DEADLINE_EXCEEDED;
     INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite;
     FAILED_PRECONDITION a resumed stream that another model began; ABORTED a stream that a newer call
     resumed. Where asking again helps, the status details have a google.rpc.RetryInfo.
@@ -54,7 +55,8 @@ class GenerationAsyncStub(GenerationStub):
 
     Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
     release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-    full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+    full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in
+    time; DEADLINE_EXCEEDED;
     INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite;
     FAILED_PRECONDITION a resumed stream that another model began; ABORTED a stream that a newer call
     resumed. Where asking again helps, the status details have a google.rpc.RetryInfo.
@@ -74,7 +76,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: INVALID_ARGUMENT names field, value and limit; UNIMPLEMENTED names a field that this
         release does not serve; ALREADY_EXISTS a request_id that is in flight; RESOURCE_EXHAUSTED a
-        full queue; UNAVAILABLE no worker, or one lost and not replaced in time; DEADLINE_EXCEEDED;
+        full queue, or a deadline that cannot be met; UNAVAILABLE no worker, or one lost and not replaced in
+        time; DEADLINE_EXCEEDED;
         INTERNAL a fault of ours, or a model whose logits for this request are NaN or infinite;
         FAILED_PRECONDITION a resumed stream that another model began; ABORTED a stream that a newer call
         resumed. Where asking again helps, the status details have a google.rpc.RetryInfo.

@@ -1008,22 +1008,69 @@ class WorkerReport(_message.Message):
 
     PHASE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PREFIX_CHANGES_FIELD_NUMBER: _builtins.int
     phase: _common_pb2.WorkerPhase.ValueType
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
+    @_builtins.property
+    def prefix_changes(self) -> Global___PrefixChanges:
+        """Absent where nothing has changed since the stream's last one."""
+
     def __init__(
         self,
         *,
         phase: _common_pb2.WorkerPhase.ValueType = ...,
         load: _common_pb2.WorkerLoad | None = ...,
+        prefix_changes: Global___PrefixChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "prefix_changes", b"prefix_changes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "phase", b"phase", "prefix_changes", b"prefix_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
+
+@_typing.final
+class PrefixChanges(_message.Message):
+    """Which full blocks of KV are found again here. A router needs them to send a prompt where its beginning
+    is; one that knows too much or too little sends it elsewhere, and nothing else comes of that. A
+    block's name is the first 8 bytes, little endian, of its hash (see prefix_hash.py).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Of one stream, from 0 without a gap."""
+    reset: _builtins.bool
+    """All that was told before is void; so is the first one's past. What is there follows, over as many
+    reports as it takes.
+    """
+    @_builtins.property
+    def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 4,096 both together. None is in both."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        reset: _builtins.bool = ...,
+        added: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "removed", b"removed", "reset", b"reset", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChanges: _TypeAlias = PrefixChanges  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

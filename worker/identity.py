@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
 from legato.protos.kv_fit import fits
+from legato.protos.prefix_hash import PrefixHasher
 from legato.protos.protocol_version import PROTOCOL_VERSION
-from legato.worker.kv.prefix_hash import PrefixHasher
 
 if TYPE_CHECKING:
     import torch

@@ -201,6 +201,7 @@ class WorkerNode:
                 self.load,
                 begin_drain,
                 kv_wire=self.pager.wire.name,
+                pool=self.pool,
             ),
             server,
         )

@@ -7,8 +7,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from legato.protos.prefix_hash import PrefixHasher
     from legato.worker.kv.block_lease import BlockLease
-    from legato.worker.kv.prefix_hash import PrefixHasher
     from legato.worker.kv.progress import KvProgress
     from legato.worker.sampling_params import SamplingParams
     from legato.worker.scheduling.claim import Claim

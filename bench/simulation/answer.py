@@ -13,7 +13,7 @@ from legato.bench.simulation.kv_model import (
     prompt_token,
     row_of,
 )
-from legato.worker.kv.prefix_hash import PrefixHasher
+from legato.protos.prefix_hash import PrefixHasher
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.sequence import Sequence
 

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from legato.cluster.admission import Admission, Entry, Placement
+from legato.cluster.admission import Admission
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import RequestError
 from legato.cluster.kv_paths import KvPaths
+from legato.cluster.learnt import Learnt
 from legato.cluster.policies import Demand, WorkerSnapshot
 
 if TYPE_CHECKING:
+    from legato.cluster.attempt_placement import Placement
     from legato.cluster.control_plane import Role
+    from legato.cluster.queue_entry import Entry
     from legato.cluster.worker_view import DecodeShare
 
 
@@ -55,6 +58,7 @@ class Pool:
     )
     alone: list[View] = field(default_factory=list)
     paths: KvPaths = field(default_factory=KvPaths)
+    learnt: Learnt = field(default_factory=Learnt)
 
     def placeable(self, role: Role) -> list[View]:
         return {"prefill": self.prefill, "decode": self.decode, "colocated": self.alone}[role]

@@ -10,8 +10,8 @@ from block_pool_model import BLOCK_SIZE, Holder, PoolModel
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from legato.protos.prefix_hash import PrefixHasher
 from legato.worker.kv.block_pool import BlockPool, PoolCounters, PoolUsage, blocks_for
-from legato.worker.kv.prefix_hash import PrefixHasher
 
 # Two tokens in blocks of two: prefixes meet by chance, and more so by `known`.
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.kv_rows import PagedRows
+from legato.protos.prefix_hash import PrefixHasher
 from legato.worker.engine import Engine
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.mover import KvMover
-from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.kv.row_range import RowRange
 from legato.worker.kv.wire import WireFormat
 from legato.worker.mailbox import ParkedEvent, PreemptedEvent, TokenEvent

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from legato.protos.prefix_hash import PrefixHasher
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.priority import Priority
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.capacity import CapacityLedger

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 from admission_scene import Pool, Scene, View, settle
 
+from legato.cluster.deadline import Deadline
 from legato.cluster.policies import BATCH_AGEING_S
 
 
@@ -102,7 +103,7 @@ async def test_the_queue_is_bounded_in_tokens_but_takes_one_of_any_size() -> Non
     await scene.arrive("long", 100, prefill=80)
     await scene.arrive("short", 100, prefill=1)
     assert scene.queue.num_queued == 1
-    assert "81 prompt tokens" in (await scene.error("short")).message
+    assert "81 prompt tokens and 121 expected ones" in (await scene.error("short")).message
 
 
 async def test_a_request_that_leaves_the_queue_holds_nothing() -> None:
@@ -167,7 +168,7 @@ async def test_an_empty_pool_is_waited_for_within_a_bound() -> None:
 async def test_a_client_with_a_deadline_is_told_just_before_it() -> None:
     scene = Scene(Pool(decode=[]), worker_wait_s=5.0)
     scene.pool.empty_since["decode"] = 0.0
-    await scene.arrive("waits", 10, entry=scene.queue.enter(1, deadline=60.0)[0])
+    await scene.arrive("waits", 10, entry=scene.queue.enter(1, Deadline(60.0, given=True))[0])
     await scene.pass_time(59.0)
     assert not scene.tasks["waits"].done()
     await scene.pass_time(0.5)
@@ -179,7 +180,7 @@ async def test_a_client_with_a_deadline_is_told_just_before_it() -> None:
 async def test_a_worker_that_comes_before_the_deadline_serves() -> None:
     scene = Scene(Pool(decode=[]), worker_wait_s=5.0)
     scene.pool.empty_since["decode"] = 0.0
-    await scene.arrive("waits", 10, entry=scene.queue.enter(1, deadline=60.0)[0])
+    await scene.arrive("waits", 10, entry=scene.queue.enter(1, Deadline(60.0, given=True))[0])
     await scene.pass_time(59.0)
     scene.pool.decode.append(View("new", 100))
     scene.pool.empty_since["decode"] = None

@@ -10,7 +10,8 @@ from admission_scene import Pool, Scene, View, settle
 from legato.cluster.policies import Demand
 
 if TYPE_CHECKING:
-    from legato.cluster.admission import Entry, Placement
+    from legato.cluster.attempt_placement import Placement
+    from legato.cluster.queue_entry import Entry
 
 
 class Moves(Scene):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from legato.protos.prefix_hash import PrefixHasher
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
-from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.generated import GeneratedBlocks
 from legato.worker.sequence import Sequence, SequenceState

@@ -17,13 +17,13 @@ from model_checks import build, random_tokens
 from tiny_models import FAMILIES, make_model
 
 from legato.kernels.rows import take_rows
+from legato.protos.prefix_hash import PrefixHasher
 from legato.worker import layer_reports
 from legato.worker.engine import Engine
 from legato.worker.flight import Flight
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool
 from legato.worker.kv.cache import KvCache, KvShape
-from legato.worker.kv.prefix_hash import PrefixHasher
 from legato.worker.kv.progress import KvProgress
 from legato.worker.layer_reports import LayerReports
 from legato.worker.layer_signal import LayerSignal

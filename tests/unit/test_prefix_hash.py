@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.worker.kv.prefix_hash import PrefixHasher
+from legato.protos.prefix_hash import PrefixHasher
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 

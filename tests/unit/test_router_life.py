@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -179,15 +180,18 @@ async def test_a_client_that_leaves_frees_everything(phase: str) -> None:
         assert (await collect(service, ask("again", 4))).token_ids == expected("again", 4)
 
 
-async def test_a_deadline_that_passes_in_the_queue_costs_no_prefill() -> None:
+async def test_a_deadline_that_cannot_be_met_is_refused_early_and_costs_no_prefill() -> None:
     prefill, decode = FakeWorker("prefill"), FakeWorker("decode", step_s=0.02)
     async with Service([prefill], [decode]) as service:
         running = asyncio.create_task(collect(service, ask("first", 55)))
-        await until(lambda: len(prefill.prefills) == 1)
+        await until(lambda: service.router.admission.times.output_token_s is not None)
         decode.faults.refuse_rows = 50
+        sent_s = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await collect(service, ask("second", 55), timeout_s=0.2)
-        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await collect(service, ask("second", 55), timeout_s=0.7)  # it takes more than a second
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "the call's deadline cannot be met" in (raised.value.details() or "")
+        assert time.monotonic() - sent_s < 0.7
         assert (await running).token_ids == expected("first", 55)
         await service.settle()
         assert len(prefill.prefills) == 1

@@ -305,7 +305,9 @@ async def test_watch_load_reports_now_on_change_and_at_least_each_half_second() 
         assert first.phase == common_pb2.WORKER_PHASE_READY
         assert first.load.free_blocks == first.load.total_blocks == identity.total_blocks
         again = await watch.read()  # nothing changed: the half second's
-        assert again == first
+        assert (again.phase, again.load) == (first.phase, first.load)
+        assert first.prefix_changes.reset
+        assert not again.HasField("prefix_changes")
         attempt = Attempt(Pair(worker, worker), prompt_of(6), sampling(3))
         await attempt.reserve_once()
         changed = await watch.read()

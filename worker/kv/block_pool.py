@@ -44,7 +44,8 @@ class BlockPool:
     block is full, will not change, and has this hash; when its last reference goes, it is cached.
     There `acquire` finds it, until room is needed: free blocks go first, then cached ones, least
     recently released first and of one sequence the last first, since a prefix is of use only
-    from its start. The hash must cover all that the contents depend on (see `prefix_hash.py`).
+    from its start. The hash must cover all that the contents depend on (see
+    `legato.protos.prefix_hash`).
 
     A reservation names no block: it takes blocks off what others may take, until `*_reserved`
     turns it into held ones or `unreserve` gives it up.
@@ -255,6 +256,16 @@ class BlockPool:
             [new] = self._take(1)
             self._drop(block)
             return new
+
+    def prefix_changes(self, number: int, limit: int) -> tuple[dict[int, bool], int] | None:
+        """What became findable and what not any more, as `PrefixLog.since` tells it."""
+        with self._lock:
+            return self._index.log.since(number, limit)
+
+    def findable(self) -> tuple[list[bytes], int]:
+        """The hashes of all blocks that are found now, and the number of the next change."""
+        with self._lock:
+            return self._index.hashes(), self._index.log.end
 
     def forget_cached(self) -> None:
         """All cached blocks become free; held ones stay registered."""

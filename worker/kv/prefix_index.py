@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from legato.worker.kv.prefix_log import PrefixLog
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence, Set
 
@@ -19,6 +21,7 @@ class PrefixIndex:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next to evict first
+        self.log = PrefixLog()
 
     @property
     def cached(self) -> Set[int]:
@@ -38,8 +41,14 @@ class PrefixIndex:
             raise ValueError(f"block {block} is registered under another hash")
         if self._block_of.setdefault(block_hash, block) != block:
             return False
-        self._hash_of[block] = block_hash
+        if block not in self._hash_of:
+            self._hash_of[block] = block_hash
+            self.log.note(block_hash, added=True)
         return True
+
+    def hashes(self) -> list[bytes]:
+        """All that are registered."""
+        return list(self._block_of)
 
     def match(self, block_hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest registered prefix, at most `limit`."""
@@ -89,4 +98,6 @@ class PrefixIndex:
         assert idle <= self._cached.keys(), "a free block is registered"
 
     def _unregister(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self.log.note(block_hash, added=False)

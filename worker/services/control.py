@@ -13,6 +13,7 @@ from legato.protos.protocol_version import PROTOCOL_VERSION
 from legato.worker.identity import dtype_name
 from legato.worker.lifecycle import Phase
 from legato.worker.services.errors import reports_errors
+from legato.worker.services.prefix_reports import PrefixReports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import grpc
 
     from legato.worker.identity import Identity
+    from legato.worker.kv.block_pool import BlockPool
     from legato.worker.lifecycle import Lifecycle
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -51,12 +53,14 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
         begin_drain: Callable[[], None],
         *,
         kv_wire: str,
+        pool: BlockPool,
     ) -> None:
         self._identity = identity
         self._lifecycle = lifecycle
         self._read_load = read_load
         self._begin_drain = begin_drain
         self._kv_wire = kv_wire
+        self._pool = pool
 
     @reports_errors
     async def GetIdentity(  # noqa: N802  # the name is the RPC's
@@ -90,6 +94,7 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
         context: Context,
     ) -> None:
         """A report now, then on every change, and at least each half second."""
+        prefixes = PrefixReports(self._pool)
         sent: worker_pb2.WorkerReport | None = None
         sent_at_s = 0.0
         while True:
@@ -97,9 +102,17 @@ class ControlService(worker_pb2_grpc.WorkerControlServicer):
                 phase=_PHASES[self._lifecycle.phase], load=self._read_load()
             )
             now_s = time.monotonic()
-            if report != sent or now_s - sent_at_s >= REPORT_AT_LEAST_EVERY_S - REPORT_EVERY_S:
+            changes = prefixes.take()
+            if (
+                report != sent
+                or changes is not None
+                or now_s - sent_at_s >= REPORT_AT_LEAST_EVERY_S - REPORT_EVERY_S
+            ):
+                sent = worker_pb2.WorkerReport(phase=report.phase, load=report.load)
+                if changes is not None:
+                    report.prefix_changes.CopyFrom(changes)
                 await context.write(report)
-                sent, sent_at_s = report, now_s
+                sent_at_s = now_s
             await asyncio.sleep(REPORT_EVERY_S)
 
     @reports_errors

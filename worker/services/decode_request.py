@@ -21,8 +21,8 @@ from legato.worker.services.validation import (
 
 if TYPE_CHECKING:
     from legato.protos import worker_pb2
+    from legato.protos.prefix_hash import PrefixHasher
     from legato.worker.identity import Identity
-    from legato.worker.kv.prefix_hash import PrefixHasher
     from legato.worker.sampling_params import SamplingParams
     from legato.worker.services.errors import CallError
 
