@@ -27,10 +27,6 @@ IDENTITY_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 # Of the router itself: connections may have broken of it, after 2 s by `CHANNEL_OPTIONS`.
 STOOD_STILL_S = 1.5
-# A broken connection says as little of a worker as of the router, which may have stood still: one
-# that is there again by then is not ended for it. That a process is gone, the controller knows by
-# itself.
-DOUBT_S = 1.0
 REPORT_TIMEOUT_S = 10.0  # of one try to tell the controller
 # So many different requests in a row failed on a worker that still reports: it is broken.
 FAILED_REQUESTS_LIMIT = 3
@@ -172,14 +168,13 @@ class PoolView:
 
     # --- who is lost --------------------------------------------------------------------------
 
-    def lose(self, view: WorkerView, reason: str, *, doubt_s: float = 0.0) -> None:
-        """The worker hangs or is dead: its calls end, the controller is told, once: after
-        `doubt_s`, and not at all if it reports again until then.
-        """
+    def lose(self, view: WorkerView, reason: str, *, tells: bool = True) -> None:
+        """The worker hangs or is dead: its calls end; with `tells` the controller is told, once."""
         if view.lose(reason):
             log.warning("worker %s lost: %s", view.worker_id, reason)
             self._on_worker(view.worker_id, "lost", reason)
-            self._chore(self._report(view, reason, doubt_s))
+            if tells:
+                self._chore(self._report(view, reason))
             self.changed()
 
     def note_failure(self, view: WorkerView, request_id: str) -> None:
@@ -222,14 +217,19 @@ class PoolView:
     async def _watch(self, view: WorkerView) -> None:
         """Learns who the worker is, then follows its reports; connects again for as long as it is
         in the snapshot.
+
+        A broken connection says as little of the worker as of this process: where it has stood
+        still, all its connections break. The controller, which ends who is told to be lost, is told
+        when connecting anew fails as well.
         """
         failing_since: float | None = None
+        broke = ""  # why it is lost, and nobody was told yet
         while True:
             try:
                 if view.identity is None:
                     await self._identify(view)
                 async for report in view.control.WatchLoad(worker_pb2.WatchLoadRequest()):
-                    failing_since = None
+                    failing_since, broke = None, ""
                     self._accept(view, report)
                 reason = "its load reports ended"
             except grpc.aio.AioRpcError as error:
@@ -244,7 +244,11 @@ class PoolView:
                 return
             check_cancellation()
             if view.state is ViewState.READY:
-                self.lose(view, reason, doubt_s=DOUBT_S)
+                self.lose(view, reason, tells=False)
+                broke = reason
+            elif broke and view.state is ViewState.LOST:
+                self._chore(self._report(view, broke))
+                broke = ""
             now = self._now()
             failing_since = failing_since if failing_since is not None else now
             if view.state is ViewState.CONNECTING and now - failing_since > IDENTITY_TIMEOUT_S:
@@ -277,7 +281,7 @@ class PoolView:
             view.failed_requests.clear()
         self.changed()
 
-    async def _report(self, view: WorkerView, reason: str, doubt_s: float = 0.0) -> None:
+    async def _report(self, view: WorkerView, reason: str) -> None:
         """Tells the controller, again and again while it restarts: without the report nobody would
         end a worker that hangs. Old news once the worker has left the snapshot.
 
@@ -285,13 +289,12 @@ class PoolView:
         again: else a router that hangs would end all workers when it goes on.
         """
         if self._is_held_up() or self._now() - self._held_up_at < self._silence_s:
-            doubt_s = max(doubt_s, self._silence_s)
-        until_s = self._now() + doubt_s
-        while self._now() < until_s:
-            if view.state is not ViewState.LOST:
-                log.info("worker %s is there again: it is not ended", view.worker_id)
-                return
-            await asyncio.sleep(RETRY_S)
+            until_s = self._now() + self._silence_s
+            while self._now() < until_s:
+                if view.state is not ViewState.LOST:
+                    log.info("worker %s is there again: it is not ended", view.worker_id)
+                    return
+                await asyncio.sleep(RETRY_S)
         while self._views.get(view.worker_id) is view:
             if await self._try_to_report(view, reason):
                 return

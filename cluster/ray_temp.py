@@ -61,6 +61,8 @@ def prepare_environment(*, own_ray: bool) -> None:
     # Without its head all of Ray would end after a minute, and running streams with it.
     if own_ray:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_PATIENCE_S))
+        # Ray's own 15 lets any other program take nearly all of a CPU from routers and workers.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     # A token that is new each time and stays in this process and its children, instead of the one
     # in the home folder that Ray would share among all clusters.
     if own_ray and not any(name.startswith("RAY_AUTH_") for name in os.environ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 BOUND_S = 30.0
+RAY_TOO_SLOW = "The current node timed out during startup"  # after 30 s, which Ray has fixed
+NUM_TRIES = 3
 SMALL = ("--port", "0", "--kv-memory", "16MiB", "--threads", "1")
 
 
@@ -52,13 +55,19 @@ def listener(answer: bytes) -> Iterator[str]:
 
 
 def refused(*words: str, code: int = 1) -> str:
-    """The one sentence of a start that fails within the bound."""
-    started_s = time.monotonic()
-    failed = legato("serve", *SMALL, *words)
-    took_s = time.monotonic() - started_s
+    """The one sentence of a start that fails within the bound. How long a Ray of our own takes to
+    start is the machine's matter, which may be busy: that counts for nothing.
+    """
+    for _ in range(NUM_TRIES):
+        started_s = time.monotonic()
+        failed = legato("serve", *SMALL, *words)
+        took_s = time.monotonic() - started_s
+        if RAY_TOO_SLOW not in failed.stderr:
+            break
     assert failed.returncode == code, failed.stderr
     assert "Traceback" not in failed.stderr
-    assert took_s < BOUND_S, failed.stderr
+    ray_s = [float(at_s) for at_s in re.findall(r"\[ *([\d.]+) s\] Ray started", failed.stderr)]
+    assert took_s - sum(ray_s) < BOUND_S, failed.stderr
     return failed.stderr.splitlines()[-1]
 
 
@@ -116,7 +125,7 @@ def test_a_worker_that_dies_at_its_start_three_times(model: Path, tmp_path: Path
             stderr=subprocess.STDOUT,
             env=environment(),
         )
-    first_s, deadline_s = 0.0, time.monotonic() + 90
+    first_s, deadline_s = 0.0, time.monotonic() + 180
     try:
         while service.poll() is None:
             assert time.monotonic() < deadline_s, log.read_text()

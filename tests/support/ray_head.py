@@ -33,6 +33,7 @@ def ray_head(tmp_path: Path, *, token: bool = False) -> Iterator[str]:
         else {"RAY_AUTH_MODE": "disabled"}
     )
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": temp, **auth}
+    env["RAY_worker_niceness"] = "0"  # as in a Ray of our own
     with (tmp_path / "ray.log").open("w") as log:
         head = subprocess.Popen(
             [str(Path(sys.executable).parent / "ray"), "start", *words, "--block"],

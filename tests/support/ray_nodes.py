@@ -33,6 +33,7 @@ class RayNodes:
         self.env = {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # as in a Ray of our own
             "RAY_TMPDIR": str(self._folder),
         }
         with (self._folder / "log").open("w") as log:
@@ -45,6 +46,7 @@ class RayNodes:
                 env={**os.environ, **self.env},
             )
         self.address: str = self._read()["address"]
+        self._has_head = True
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +55,7 @@ class RayNodes:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(30 if self._has_head else 0)  # Ray's own farewell needs the head
         except subprocess.TimeoutExpired:
             _kill_tree(psutil.Process(self._process.pid))
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -65,6 +67,12 @@ class RayNodes:
     def kill(self, address: str) -> None:
         """Ends its raylet and every process that this one started by SIGKILL, at once."""
         self._ask({"kill": address})
+
+    def kill_head(self) -> None:
+        """SIGKILL to the process that knows the cluster; all nodes, that of the head too, go on."""
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        next(member for member in family if member.name() == "gcs_server").kill()
+        self._has_head = False
 
     def logged(self, pattern: str) -> list[str]:
         """What `pattern` finds in the logs of all processes that Ray started, sorted."""

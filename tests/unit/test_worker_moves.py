@@ -405,6 +405,14 @@ async def test_wrong_commands_are_refused_by_name() -> None:
                 {"move": worker_pb2.Move(number=1, ticket=ticket_of("r"))},
                 "move.decode_address is empty",
             ),
+            (
+                {
+                    "move": worker_pb2.Move(
+                        number=1, ticket=ticket_of("r"), decode_address="a" * 1_000_000
+                    )
+                },
+                "move.decode_address has 1000000 characters, limit 300",
+            ),
         ):
             gate = StepGate(pair.d)
             gate.arm(3)

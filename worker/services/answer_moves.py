@@ -10,6 +10,7 @@ from legato.protos import worker_pb2
 from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.kv.progress import KvProgress
 from legato.worker.services.errors import invalid
+from legato.worker.services.validation import check_address
 
 if TYPE_CHECKING:
     from legato.worker.engine import Engine
@@ -95,8 +96,7 @@ class AnswerMoves:
         answer, number, ticket = command.answer, command.number, command.ticket
         if ticket.key.request_id != self._request_id:
             raise invalid("move.ticket.key is of another request")
-        if not command.decode_address:
-            raise invalid("move.decode_address is empty")
+        check_address("move.decode_address", command.decode_address)
         move = self._moves.get(answer)
         failed = worker_pb2.MoveFailed(answer=answer, number=number)
         if move is None or move.number != number or move.num_rows is None:

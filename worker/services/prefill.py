@@ -20,6 +20,7 @@ from legato.worker.services.errors import (
 )
 from legato.worker.services.prefill_call import PrefillCall
 from legato.worker.services.validation import (
+    check_address,
     check_cache_salt,
     check_lengths,
     check_token_ids,
@@ -103,8 +104,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         if request.HasField("ticket"):
             if read_key(request.ticket.key) != key:
                 raise invalid("ticket.key is not the request's key")
-            if not request.decode_address:
-                raise invalid("decode_address is empty, a ticket needs one")
+            check_address("decode_address", request.decode_address)
         progress = None
         if request.HasField("ticket"):
             progress = KvProgress(self._identity.kv_shape.num_layers, num_tokens)

@@ -22,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
+MAX_ADDRESS_CHARS = 300  # a name of 253, and a port
 _PRIORITIES = {
     common_pb2.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
     common_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
@@ -48,6 +49,16 @@ def read_key(key: worker_pb2.AttemptKey) -> AttemptKey:
     if key.attempt < 0:
         raise invalid(f"key.attempt must not be negative, got {key.attempt}")
     return AttemptKey(key.request_id, key.attempt)
+
+
+def check_address(field: str, address: str) -> None:
+    """Raises CallError where it is empty or long: it is repeated in sentences and logs. What it is
+    beyond that, connecting tells.
+    """
+    if not address:
+        raise invalid(f"{field} is empty")
+    if len(address) > MAX_ADDRESS_CHARS:
+        raise invalid(f"{field} has {len(address)} characters, limit {MAX_ADDRESS_CHARS}")
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
