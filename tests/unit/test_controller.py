@@ -209,7 +209,7 @@ def test_a_pool_that_is_made_a_thousand_starts_so_many_at_a_time() -> None:
     assert world.launcher.take() == [f"start decode-{most + 2}", f"start decode-{most + 3}"]
     # What has not begun costs nothing to take back.
     world.controller.set_targets({"decode": 1}, 5.0)
-    assert len(world.controller.worker_names()) == 4, "prefill-1, decode-1, and two that drain"
+    assert len(world.workers()) == 4, "prefill-1, decode-1, and two that drain"
 
 
 def test_a_drained_place_is_not_counted_when_the_pool_grows_again() -> None:

@@ -183,7 +183,7 @@ async def test_without_a_worker_the_words_name_the_colocated_pool() -> None:
         await until(lambda: not service.router.ready)
         assert service.router.missing() == "no ready worker in the colocated pool"
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await collect(service, ask("hello", 3))
+            await collect(service, ask("hello", 3), None)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "the colocated pool has had no ready worker for" in (raised.value.details() or "")
 

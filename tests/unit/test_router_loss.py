@@ -273,12 +273,12 @@ async def test_a_worker_that_fails_everybody_is_reported() -> None:
 
 async def test_failures_while_a_worker_begins_to_drain_do_not_lose_it() -> None:
     prefill, decodes = FakeWorker("prefill"), workers(1)
-    async with Service([prefill], decodes, max_attempts=1) as service:
+    async with Service([prefill], decodes, max_attempts=1, worker_wait_s=0.5) as service:
         running = asyncio.create_task(collect(service, ask("hello", 100)))
         await running_on(decodes)
         prefill.faults.fail_prefills = 3
         prefill.prefill_s = 0.1
-        late = [asyncio.create_task(collect(service, ask(f"late {n}", 3))) for n in range(3)]
+        late = [asyncio.create_task(collect(service, ask(f"late {n}", 3), None)) for n in range(3)]
         await until(lambda: len(prefill.prefills) == 4)
         prefill.phase = common_pb2.WORKER_PHASE_DRAINING
         await asyncio.wait(late)
