@@ -327,10 +327,10 @@ class PoolView:
         """
         if self._is_held_up() or self._now() - self._held_up_at < self._silence_s:
             deadline = self._now() + self._silence_s
-            while self._now() < deadline:
-                if view.state is not ViewState.LOST:
-                    return
+            while view.state is ViewState.LOST and self._now() < deadline:
                 await asyncio.sleep(RETRY_S)
+            if view.state is ViewState.READY:
+                return
         while self._views.get(view.worker_id) is view:
             if await self._try_to_report(view, reason):
                 return
