@@ -293,12 +293,11 @@ class PoolView:
         again: else a router that hangs would end all workers when it goes on.
         """
         if self._is_held_up() or self._now() - self._held_up_at < self._silence_s:
-            until_s = self._now() + self._silence_s
-            while self._now() < until_s:
-                if view.state is not ViewState.LOST:
-                    log.info("worker %s is there again: it is not ended", view.worker_id)
-                    return
+            deadline = self._now() + self._silence_s
+            while view.state is ViewState.LOST and self._now() < deadline:  # noqa: ASYNC110  # bounded
                 await asyncio.sleep(RETRY_S)
+            if view.state is ViewState.READY:
+                return
         while self._views.get(view.worker_id) is view:
             if await self._try_to_report(view, reason):
                 return
