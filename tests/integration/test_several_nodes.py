@@ -124,25 +124,31 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
     with Served(tmp_path / "log", *words, *SMALL, env=nodes.env) as service:
         async with RawClient(service.address) as client:
             prefill, decode = (await client.status()).pools
-            assert (hosts(prefill), hosts(decode)) == ([prefill_node], decode_nodes)
+            assert hosts(prefill) == [prefill_node]
+            assert set(hosts(decode)) <= set(decode_nodes)
+            # Ray spreads workers that start at once over the nodes as well as it can: both may be
+            # on one, and then that one is lost.
+            lost, num_lost = hosts(decode)[0], hosts(decode).count(hosts(decode)[0])
+            (kept,) = (node for node in decode_nodes if node != lost)
             undisturbed = await run_load(client)
             lost_s: list[float] = []
 
             def lose_a_node() -> None:
                 lost_s.append(time.monotonic())
-                nodes.kill(decode_nodes[1])
+                nodes.kill(lost)
 
             load = asyncio.create_task(run_load(client, lose_a_node))
             await until(lambda: bool(lost_s), 90)
-            gone = await decode_pool(client, lambda pool: decode_nodes[1] not in hosts(pool), 30)
+            gone = await decode_pool(client, lambda pool: lost not in hosts(pool), 30)
             noticed_s = time.monotonic() - lost_s[0]
             assert noticed_s < NOTICE_S, gone
             # Not on the lost node, of which Ray does not know yet that it is gone.
             back = await decode_pool(client, lambda pool: pool.ready == 2, 60)
             restored_s = time.monotonic() - lost_s[0]
-            assert (hosts(back), back.message) == ([decode_nodes[0]] * 2, "")
+            assert (hosts(back), back.message) == ([kept] * 2, "")
             started = nodes.logged(r"worker (decode-\d+) starts")
-            assert started == ["decode-1", "decode-2", "decode-3"], "one was sent to a lost node"
+            names = [f"decode-{1 + number}" for number in range(2 + num_lost)]
+            assert started == names, "one was sent to a lost node"
             assert "failed starts" not in gone.message
             disturbed = await load
             finishes = [answer.finish for answer in disturbed if answer.finish is not None]
@@ -163,7 +169,7 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
             )
             added = nodes.add({"decode_node": 1})
             full = await decode_pool(client, lambda pool: pool.ready == 3, 60)
-            assert hosts(full) == sorted([*decode_nodes[:1] * 2, added])
+            assert hosts(full) == sorted([kept, kept, added])
         ended = legato("stop", "--address", service.address)
         assert (ended.returncode, ended.stdout) == (0, "stopped\n")
         assert service.process.wait(60) == 0
