@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from history import check_all
 from kill_rig import kill_rig, logged_service
-from owners import hits_of
+from owners import Ledger, hits_of
 from tiny_models import make_llama_folder
 from workload import mixed, record, run_all
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from history import CallHistory
     from kill_rig import KillRig
+
+    from legato.protos import cluster_pb2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -36,12 +38,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama_folder(folder, max_position_embeddings=2048)
 
 
-async def until_busy(rig: KillRig, role: str) -> None:
-    """Something is under way on the only worker of the role."""
+async def once_busy(rig: KillRig, role: str) -> cluster_pb2.WorkerStatus:
+    """The only worker of the role, when something is under way on it."""
+    (worker,) = await rig.workers(role)
     async with asyncio.timeout(30):
-        while not any(  # noqa: ASYNC110  # the state is remote
-            line.get("phase") == role and line["at_s"] > time.time() - 0.1 for line in rig.lines()
-        ):
+        while True:
+            ledger = Ledger()
+            for line in rig.lines():
+                ledger.take(line)
+            if ledger.hits(role, worker.worker_id).get(role, 0):
+                return worker
             await asyncio.sleep(0.01)
 
 
@@ -61,8 +67,7 @@ async def test_the_only_worker_of_each_pool_dies_and_nobody_fails(
             )
             back_s = []
             for role in ("decode", "prefill"):
-                await until_busy(rig, role)
-                (victim,) = await rig.workers(role)
+                victim = await once_busy(rig, role)
                 strike = rig.strike(victim, signal.SIGKILL)
                 await rig.until_gone(victim.worker_id, 10)
                 assert not running.done(), "all was over before the kill"
@@ -111,8 +116,7 @@ async def test_where_nobody_comes_back_each_is_told_just_before_its_deadline(
     with logged_service(model, tmp_path, "--no-restart", prefill=1, decode=1) as (served, log):
         async with kill_rig(served, log) as rig:
             asking = asyncio.create_task(ask_all(rig, "decode"))
-            await until_busy(rig, "decode")
-            (victim,) = await rig.workers("decode")
+            victim = await once_busy(rig, "decode")
             rig.strike(victim, signal.SIGKILL)
             ended = await asking
             hits = hits_of(rig.lines(), rig.strikes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from tiny_models import make_llama_folder
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
@@ -124,25 +126,31 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
     with Served(tmp_path / "log", *words, *SMALL, env=nodes.env) as service:
         async with RawClient(service.address) as client:
             prefill, decode = (await client.status()).pools
-            assert (hosts(prefill), hosts(decode)) == ([prefill_node], decode_nodes)
+            assert hosts(prefill) == [prefill_node]
+            assert set(hosts(decode)) <= set(decode_nodes)
+            # Ray spreads workers that start at once over the nodes as well as it can: both may be
+            # on one, and then that one is lost.
+            lost, num_lost = hosts(decode)[0], hosts(decode).count(hosts(decode)[0])
+            (kept,) = (node for node in decode_nodes if node != lost)
             undisturbed = await run_load(client)
             lost_s: list[float] = []
 
             def lose_a_node() -> None:
                 lost_s.append(time.monotonic())
-                nodes.kill(decode_nodes[1])
+                nodes.kill(lost)
 
             load = asyncio.create_task(run_load(client, lose_a_node))
             await until(lambda: bool(lost_s), 90)
-            gone = await decode_pool(client, lambda pool: decode_nodes[1] not in hosts(pool), 30)
+            gone = await decode_pool(client, lambda pool: lost not in hosts(pool), 30)
             noticed_s = time.monotonic() - lost_s[0]
             assert noticed_s < NOTICE_S, gone
             # Not on the lost node, of which Ray does not know yet that it is gone.
             back = await decode_pool(client, lambda pool: pool.ready == 2, 60)
             restored_s = time.monotonic() - lost_s[0]
-            assert (hosts(back), back.message) == ([decode_nodes[0]] * 2, "")
+            assert (hosts(back), back.message) == ([kept] * 2, "")
             started = nodes.logged(r"worker (decode-\d+) starts")
-            assert started == ["decode-1", "decode-2", "decode-3"], "one was sent to a lost node"
+            names = [f"decode-{1 + number}" for number in range(2 + num_lost)]
+            assert started == names, "one was sent to a lost node"
             assert "failed starts" not in gone.message
             disturbed = await load
             finishes = [answer.finish for answer in disturbed if answer.finish is not None]
@@ -163,37 +171,40 @@ async def test_a_lost_node_costs_no_stream_and_its_workers_come_back_elsewhere(
             )
             added = nodes.add({"decode_node": 1})
             full = await decode_pool(client, lambda pool: pool.ready == 3, 60)
-            assert hosts(full) == sorted([*decode_nodes[:1] * 2, added])
+            assert hosts(full) == sorted([kept, kept, added])
         ended = legato("stop", "--address", service.address)
         assert (ended.returncode, ended.stdout) == (0, "stopped\n")
         assert service.process.wait(60) == 0
     assert "Traceback" not in service.output
 
 
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        (
-            "fast_gpu=1,CPU=2",
-            "no node of the cluster can hold a decode worker, which needs CPU=2, fast_gpu=1: the "
-            "most on any node is fast_gpu=0",
-        ),
-        (
-            "label:zone=nowhere",
-            "no node of the cluster can hold a decode worker, which needs CPU=1, "
-            "label:zone=nowhere: none has label:zone=nowhere",
-        ),
-    ],
-)
+NO_NODE_HAS = {
+    "fast_gpu=1,CPU=2": (
+        "no node of the cluster can hold a decode worker, which needs CPU=2, fast_gpu=1: the most "
+        "on any node is fast_gpu=0"
+    ),
+    "label:zone=nowhere": (
+        "no node of the cluster can hold a decode worker, which needs CPU=1, label:zone=nowhere: "
+        "none has label:zone=nowhere"
+    ),
+}
+
+
 def test_what_no_node_has_is_said_at_once_and_ends_the_start(
-    cluster: tuple[RayNodes, str, list[str]], model: Path, asked: str, told: str
+    cluster: tuple[RayNodes, str, list[str]], model: Path
 ) -> None:
     nodes, _, _ = cluster
+    words = ("serve", "--port", "0", "--model", str(model), "--ray-address", nodes.address, *SMALL)
+
+    def start(asked: str) -> subprocess.CompletedProcess[str]:
+        return legato(*words, "--decode-resources", asked, env=nodes.env)
+
     started_s = time.monotonic()
-    words = ("--model", str(model), "--ray-address", nodes.address, "--decode-resources", asked)
-    failed = legato("serve", "--port", "0", *words, *SMALL, env=nodes.env)
+    with ThreadPoolExecutor(len(NO_NODE_HAS)) as threads:
+        ended = list(threads.map(start, NO_NODE_HAS))
     took_s = time.monotonic() - started_s
-    assert (failed.returncode, failed.stderr.splitlines()[-1]) == (1, f"legato: {told}")
-    assert f"0 of 1 ready; 1 starting; waiting for a node: {told}" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert took_s < 45, took_s  # 20 s of them for a node that may just be joining
+    for failed, told in zip(ended, NO_NODE_HAS.values(), strict=True):
+        assert (failed.returncode, failed.stderr.splitlines()[-1]) == (1, f"legato: {told}")
+        assert f"0 of 1 ready; 1 starting; waiting for a node: {told}" in failed.stderr
+        assert "Traceback" not in failed.stderr
+    assert took_s < 60, took_s  # 20 s of them for a node that may just be joining
