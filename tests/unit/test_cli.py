@@ -477,6 +477,7 @@ def test_stop_waits_until_the_port_is_closed(
         (["--block-size", "0"], "greater than or equal to 1, got '0' (see"),
         (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
         (["--admission-risk", "much"], "as a number, got 'much' (see"),
+        (["--request-log", "/dev/null/x"], "cannot append to '/dev/null/x': Not a directory"),
     ],
 )
 def test_serve_refuses_bad_options_before_anything_starts(
