@@ -335,6 +335,11 @@ def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captur
             assert error.count("\n") == 1
 
 
+def test_an_address_that_can_be_no_host_name_is_nobodys(run: Runner, capsys: Captured) -> None:
+    assert run.bare("status", "--address", "a" * 64 + ":1") == 1
+    assert capsys.readouterr().err.startswith("legato: no service answers at aaa")
+
+
 def test_of_several_routers_one_that_is_there_is_asked(
     run: Runner, service: CannedService, capsys: Captured
 ) -> None:
