@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from legato.cluster.errors import RequestError
+from legato.protos.never_retry import NEVER_RETRY
 from legato.protos.retry_hint import hint_trailer
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def with_status(
 
 
 def _trailers(error: RequestError, seconds: float) -> Trailers:
+    if error.is_final:
+        return (NEVER_RETRY,)
     retry_ms = error.retry_after_ms
     if retry_ms is None:
         return ()

@@ -18,13 +18,20 @@ class RequestError(Exception):
     """Carries the status code and the sentence that the client gets.
 
     `retry_after_ms`: when to try again. It goes out in the status details, see
-    `legato.protos.retry_hint`, and as trailing metadata `retry-after-ms`.
+    `legato.protos.retry_hint`, and as trailing metadata `retry-after-ms`. `is_final`: never, which
+    goes out as `legato.protos.never_retry`.
     """
 
     def __init__(
-        self, code: grpc.StatusCode, message: str, *, retry_after_ms: int | None = None
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        retry_after_ms: int | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
+        self.is_final = is_final
         self.code = code
         self.message = message
         self.retry_after_ms = retry_after_ms

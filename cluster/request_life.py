@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import grpc
+
 from legato.cluster import blame
 from legato.cluster.answer_life import enter
 from legato.cluster.arrival import stay
@@ -20,7 +22,7 @@ from legato.cluster.attempt_errors import (
     RefusedError,
     WorkerFailedError,
 )
-from legato.cluster.errors import unavailable
+from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
 from legato.cluster.policies import Demand
 from legato.cluster.roles import PAIR
@@ -130,10 +132,14 @@ class RequestLife:
                 answer.strikes, answer.failures, self.max_attempts
             ):
                 count = max(answer.failures, answer.refusals)
-                raise unavailable(
+                message = (
                     f"request {self.spec.request_id!r} failed {count} times "
                     f"(limit {self.max_attempts}); last: {error}"
                 )
+                if answer.strikes >= self.max_attempts:
+                    # It seems to be what its workers die of: another try would cost more of them.
+                    raise RequestError(grpc.StatusCode.UNAVAILABLE, message, is_final=True)
+                raise unavailable(message)
 
     def _note_worker(self, error: AttemptEndedError, answers: Sequence[AnswerLife]) -> None:
         if isinstance(error, WorkerFailedError):

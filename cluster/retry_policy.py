@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from legato.protos.never_retry import NEVER_RETRY
 from legato.protos.retry_hint import retry_after_s
 
 if TYPE_CHECKING:
@@ -37,17 +38,19 @@ class Failure:
     code: grpc.StatusCode
     message: str
     retry_after_s: float | None = None  # the server's hint
+    is_final: bool = False  # the server's word that no try would go better
 
 
 def failure_of(error: grpc.RpcError) -> Failure:
     """What a blocking or an asyncio call raised that its caller did not cancel."""
-    trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    found = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    trailers = tuple(found)
     code, message = error.code(), error.details() or error.code().name
     # Other words of gRPC's for a connection that broke, or a server that ended amid the call.
     is_cut = code is grpc.StatusCode.UNKNOWN and message.startswith("Stream removed")
     if is_cut or code is grpc.StatusCode.CANCELLED:
         code = grpc.StatusCode.UNAVAILABLE
-    return Failure(code, message, retry_after_s(trailers))
+    return Failure(code, message, retry_after_s(trailers), is_final=NEVER_RETRY in trailers)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def retry_delay_s(
     All else is for the caller. Nobody waits for a try that would come behind the deadline. `draw`
     is uniform in [0, 1): a hint is never undercut, a backoff varies both ways.
     """
+    if failure.is_final:
+        return None
     if failure.code is grpc.StatusCode.UNAVAILABLE:
         rounds, others_tried = divmod(setting.num_failures, setting.num_routers)
         if others_tried != 0:

@@ -61,7 +61,7 @@ def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         host, _, port = target.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-        except OSError:
+        except (OSError, UnicodeError):  # the latter: it can be no host's name
             continue
         return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -107,11 +108,24 @@ StartTimeoutOption = Annotated[
 
 RestartOption = Annotated[bool, typer.Option(help="Replace workers that are lost.")]
 
+
+def _appendable(path: Path | None) -> Path | None:
+    """Now, rather than when the routers are started: that is half a minute later."""
+    if path is not None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe may have no reader
+        try:
+            os.close(os.open(path, flags, 0o666))
+        except OSError as error:
+            raise typer.BadParameter(f"cannot append to {str(path)!r}: {error.strerror}") from error
+    return path
+
+
 RequestLogOption = Annotated[
     Path | None,
     typer.Option(
         dir_okay=False,
         resolve_path=True,
+        callback=_appendable,
         help="Append what becomes of each request, and where, to this file, as JSON lines.",
         show_default=False,
     ),

@@ -338,6 +338,11 @@ def test_where_nothing_listens_every_command_says_so(run: Runner, capsys: Captur
             assert error.count("\n") == 1
 
 
+def test_an_address_that_can_be_no_host_name_is_nobodys(run: Runner, capsys: Captured) -> None:
+    assert run.bare("status", "--address", "a" * 64 + ":1") == 1
+    assert capsys.readouterr().err.startswith("legato: no service answers at aaa")
+
+
 def test_of_several_routers_one_that_is_there_is_asked(
     run: Runner, service: CannedService, capsys: Captured
 ) -> None:
@@ -504,6 +509,7 @@ def test_stop_waits_until_the_port_is_closed(
         (["--block-size", "0"], "greater than or equal to 1, got '0' (see"),
         (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
         (["--admission-risk", "much"], "as a number, got 'much' (see"),
+        (["--request-log", "/dev/null/x"], "cannot append to '/dev/null/x': Not a directory"),
     ],
 )
 def test_serve_refuses_bad_options_before_anything_starts(

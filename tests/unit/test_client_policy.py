@@ -202,6 +202,10 @@ def test_what_is_never_tried_again(code: grpc.StatusCode) -> None:
     assert delay_s(Failure(code, "", retry_after_s=1.0)) is None
 
 
+def test_what_the_service_calls_final_is_not_tried_again() -> None:
+    assert delay_s(Failure(UNAVAILABLE, "", is_final=True), num_routers=2) is None
+
+
 def test_a_refusal_waits_as_long_as_the_hint_says() -> None:
     full = Failure(EXHAUSTED, "", retry_after_s=2.0)
     for draw in (0.0, 0.5, 1.0):

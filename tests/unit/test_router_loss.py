@@ -11,6 +11,7 @@ import pytest
 from fake_worker import FakeWorker
 from router_service import Result, Service, ask, collect, expected, until
 
+from legato.cluster.client import AsyncClient, CallFailedError
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
@@ -230,6 +231,14 @@ async def test_attempts_are_bounded() -> None:
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "limit 3" in (raised.value.details() or "")
         assert len(prefill.prefills) == 3
+        # Our own clients would make it again for a minute, at such a cost each time.
+        trailers = tuple(raised.value.trailing_metadata())
+        assert [value for key, value in trailers if key == "legato-retry"] == ["never"]
+        assert "retry-after-ms" not in dict(trailers)
+        async with AsyncClient(service.address) as client:
+            with pytest.raises(CallFailedError, match="limit 3"):
+                await client.generate("hello", max_tokens=5, temperature=0.0, timeout_s=30)
+        assert len(prefill.prefills) == 6
         assert service.control.lost == []  # one request alone may be the one to blame
         await service.settle()
 
