@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # may have cost work. Where nobody waits, nothing is gained by refusing it. One that waits is given
 # up only where there is no time for half of its wait: it has waited already, and others before it
 # may leave. What batch requests wait depends on who comes after them: they need more.
-ARRIVAL_MARGIN, BATCH_MARGIN = 2.0, 3.0
+ARRIVAL_MARGIN, BATCH_MARGIN = 2.0, 4.0
 QUEUED_WAIT_SHARE = 0.5
 # Of the drain, what batch requests that have aged are taken to get: they stand before interactive
 # ones then, and are not to be let in by so many that these get nothing.
