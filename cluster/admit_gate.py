@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from legato.cluster.queue_entry import Entry
 
 
-OFFERED_SPAN = 16.0  # a flood is to be known as one before many batch requests wait in it
-
-
 class AdmitGate:
     """Of one router's queue. `now` is a monotonic clock in seconds."""
 
@@ -40,7 +37,7 @@ class AdmitGate:
         self._pool = pool
         self._now = now
         self._drain = FlowMeter(now)
-        self._offered = FlowMeter(now, OFFERED_SPAN)
+        self._offered = FlowMeter(now)
         self._offered.set_waited(True)  # all time counts, not only that in which somebody waits
 
     def pace(self) -> Pace:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # An estimate rests on means. Where others wait, one that arrives is let in where there is time for
-# half as much again, so that hardly any is let in and then too late: that would be told late, and
+# twice as much, so that hardly any is let in and then too late: that would be told late, and
 # may have cost work. Where nobody waits, nothing is gained by refusing it. One that waits is given
 # up only where there is no time for half of its wait: it has waited already, and others before it
-# may leave.
-ARRIVAL_MARGIN = 1.5
+# may leave. What batch requests wait depends on who comes after them: they need more.
+ARRIVAL_MARGIN, BATCH_MARGIN = 2.0, 4.0
 QUEUED_WAIT_SHARE = 0.5
 # Of the drain, what batch requests that have aged are taken to get: they stand before interactive
 # ones then, and are not to be let in by so many that these get nothing.
@@ -109,7 +109,9 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
     if refusal is not None:
         return refusal
     wait_s = estimate_wait_s(own, ahead, pace)
-    margin = ARRIVAL_MARGIN if ahead.requests else 1.0
+    margin = 1.0
+    if ahead.requests:
+        margin = BATCH_MARGIN if own.batch else ARRIVAL_MARGIN
     return _check_deadline(own, wait_s, margin, margin, pace)
 
 

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+SPAN = 32.0
 LEAST_COUNT = 8.0  # fewer say nothing
 FORGET_S = 30.0  # since somebody last waited
 
 
 class FlowMeter:
-    """A mean over the last `span` or so that passed, and over the time in which somebody waited:
+    """A mean over the last SPAN or so that passed, and over the time in which somebody waited:
     what leaves an empty queue tells of no limit. Time in which nobody passes counts at once.
 
     By number and not by time, for one that passes a second says as much as twenty do in a second
     elsewhere. `now` is a monotonic clock in seconds.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, span: float = 32.0) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._keep = 1.0 - 1.0 / span
+        self._keep = 1.0 - 1.0 / SPAN
         self._is_waited = False
         self._advanced_at = now()
         self._tokens = self._batch_tokens = self._count = self._waited_s = 0.0

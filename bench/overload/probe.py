@@ -1,6 +1,6 @@
 """A client in a process of its own: how long a refusal takes, and a call that does nothing.
 
-    python -m legato.bench.overload.probe --address HOST:PORT --deadline-s 2
+    python -m legato.bench.overload.probe --address HOST:PORT --deadline-s 2 --rate 10
 
 Asks in turns for an answer and for the server's health, until its standard input is closed; then
 prints one JSON line. The health call bounds from below what any answer can take
@@ -22,12 +22,11 @@ from legato.bench.overload.mix import Mix
 from legato.bench.overload.outcome import End, Outcome, ask
 from legato.protos import generation_pb2_grpc
 
-INTERVAL_S = 0.1
 SEED = 90_001
 
 
-async def probe(address: str, deadline_s: float) -> dict[str, object]:
-    """Latencies in seconds, until standard input ends."""
+async def probe(address: str, deadline_s: float, rate: float) -> dict[str, object]:
+    """Latencies in seconds, until standard input ends; `rate`: requests a second."""
     ends = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     # Without a share of batch requests: an interactive one is refused last.
     mix = Mix(SEED, batch_share=0.0)
@@ -51,7 +50,7 @@ async def probe(address: str, deadline_s: float) -> dict[str, object]:
                 task = asyncio.create_task(work())
                 asking.add(task)
                 task.add_done_callback(asking.discard)
-                await asyncio.wait({ends}, timeout=INTERVAL_S / 2)
+                await asyncio.wait({ends}, timeout=0.5 / rate)
         await asyncio.gather(*asking)
     refused = [o for o in outcomes if o.end is End.REFUSED]
     return {
@@ -59,6 +58,8 @@ async def probe(address: str, deadline_s: float) -> dict[str, object]:
         "refusals_s": [round(o.latency_s, 5) for o in refused],
         "router_s": [o.server_s for o in refused],
         "without_hint": sum(o.hint_ms is None for o in refused),
+        # Of those that finished: when, on the machine's monotonic clock, and how many tokens.
+        "finished": [(o.ended_s, o.num_tokens) for o in outcomes if o.end is End.FINISHED],
         "health_s": [round(seconds, 5) for seconds in health_s],
     }
 
@@ -68,8 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--deadline-s", type=float, required=True)
+    parser.add_argument("--rate", type=float, required=True)
     args = parser.parse_args()
-    print(json.dumps(asyncio.run(probe(args.address, args.deadline_s))))
+    print(json.dumps(asyncio.run(probe(args.address, args.deadline_s, args.rate))))
     return 0
 
 

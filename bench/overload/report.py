@@ -28,14 +28,18 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return round(sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)], 5)
 
 
-def rate_within(outcomes: Sequence[Outcome], begin_s: float, end_s: float) -> dict[str, float]:
+def finished(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
+    """Of those that did: when, and how many tokens they had."""
+    return [(o.ended_s, o.num_tokens) for o in outcomes if o.end is End.FINISHED]
+
+
+def rate_within(
+    done: Sequence[tuple[float, int]], begin_s: float, end_s: float
+) -> dict[str, float]:
     """Requests, and their tokens, that finished in that time, a second."""
-    done = [o for o in outcomes if o.end is End.FINISHED and begin_s <= o.ended_s < end_s]
+    within = [num_tokens for ended_s, num_tokens in done if begin_s <= ended_s < end_s]
     seconds = end_s - begin_s
-    return {
-        "requests_s": len(done) / seconds,
-        "tokens_s": sum(o.num_tokens for o in done) / seconds,
-    }
+    return {"requests_s": len(within) / seconds, "tokens_s": sum(within) / seconds}
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:

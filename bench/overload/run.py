@@ -16,7 +16,14 @@ from legato.bench.overload.loops import Flood, closed_loop, open_loop
 from legato.bench.overload.memory import ServiceMemory
 from legato.bench.overload.mix import Deadlines, Mix
 from legato.bench.overload.outcome import End, ask
-from legato.bench.overload.report import faults, flood_report, quantile, rate_within, spread
+from legato.bench.overload.report import (
+    faults,
+    finished,
+    flood_report,
+    quantile,
+    rate_within,
+    spread,
+)
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ GIVE_UP_RECOVERY_S = 30.0
 NUM_IDLE = 12
 LEAST_ANSWERS = 4.0  # the flood lasts so many times a median answer, or says nothing
 CALL_S = 60.0
+MOST_PROBES_S, MOST_PROBE_SHARE = 10.0, 0.2  # a second; of the load, of which they are a part
 
 
 class NoPeakError(Exception):
@@ -88,17 +96,21 @@ async def run(plan: Plan) -> dict[str, object]:
         peak = await _peak(stub, plan)
         deadlines = Deadlines(INTERACTIVE_PATIENCE * peak.median_s, BATCH_PATIENCE * peak.median_s)
         rate = plan.factor * peak.requests_s
+        probe_rate = min(MOST_PROBES_S, MOST_PROBE_SHARE * rate)
         samples: list[dict[str, int]] = []
-        async with _probe(plan.address, deadlines.interactive_s) as probe:
+        async with _probe(plan.address, deadlines.interactive_s, probe_rate) as probe:
             sampling = asyncio.create_task(_sample(memory, samples, plan.flood_s))
             mix = Mix(plan.seed + 2)
-            flood = await open_loop(stub, mix, rate, plan.flood_s, deadlines)
+            flood = await open_loop(stub, mix, rate - probe_rate, plan.flood_s, deadlines)
             await sampling
             await probe.end()
         normal_s = NORMAL_TTFT * idle_ttft_s + NORMAL_EXTRA_S
         recovery_s = await _recovery_s(stub, Mix(plan.seed + 3, 0.0), flood, normal_s)
         await flood.finish()
-    goodput = rate_within(flood.outcomes, flood.began_s + peak.median_s, flood.ended_s)
+    probes_done = probe.said["finished"]
+    assert isinstance(probes_done, list), "as the probe prints it"
+    done = [*finished(flood.outcomes), *((at_s, tokens) for at_s, tokens in probes_done)]
+    goodput = rate_within(done, flood.began_s + peak.median_s, flood.ended_s)
     refusals_s, router_s, health_s = (
         _seconds(probe.said[name]) for name in ("refusals_s", "router_s", "health_s")
     )
@@ -106,6 +118,7 @@ async def run(plan: Plan) -> dict[str, object]:
         "capacity": asdict(peak),
         "deadlines": asdict(deadlines),
         "named_rate": round(rate, 2),
+        "probe_rate": round(probe_rate, 2),
         "flood_s": plan.flood_s,
         "goodput": goodput,
         "goodput_ratio": round(goodput["requests_s"] / peak.requests_s, 3),
@@ -128,7 +141,7 @@ async def run(plan: Plan) -> dict[str, object]:
             if name in samples[2]
         },
     }
-    report["invalid"], report["wrong"] = faults(report, rate)
+    report["invalid"], report["wrong"] = faults(report, rate - probe_rate)
     return report
 
 
@@ -154,7 +167,9 @@ async def _peak(stub: generation_pb2_grpc.GenerationAsyncStub, plan: Plan) -> Pe
         raise NoPeakError(
             f"{len(outcomes) - len(done)} requests of the closed loop failed: {texts}"
         )
-    peak = Peak(**rate_within(outcomes, begin_s, end_s), median_s=quantile(done, 0.5) or 0.0)
+    peak = Peak(
+        **rate_within(finished(outcomes), begin_s, end_s), median_s=quantile(done, 0.5) or 0.0
+    )
     if plan.flood_s < LEAST_ANSWERS * peak.median_s or plan.peak_s < peak.median_s:
         raise NoPeakError(
             f"an answer takes {peak.median_s:.3g} s: a closed loop of {plan.peak_s:g} s, "
@@ -174,8 +189,8 @@ async def _sample(memory: ServiceMemory, samples: list[dict[str, int]], flood_s:
 
 
 @contextlib.asynccontextmanager
-async def _probe(address: str, deadline_s: float) -> AsyncIterator[Probe]:
-    words = ("--address", address, "--deadline-s", str(deadline_s))
+async def _probe(address: str, deadline_s: float, rate: float) -> AsyncIterator[Probe]:
+    words = ("--address", address, "--deadline-s", str(deadline_s), "--rate", str(rate))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

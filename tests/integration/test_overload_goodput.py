@@ -24,14 +24,14 @@ FULL = os.environ.get("LEGATO_OVERLOAD") == "full"
 # decode worker is what limits the service, and router and clients leave the processor time for
 # three times as many.
 MODEL = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
-NUM_BLOCKS = 48  # for about 6 of the requests at once
-BLOCK_BYTES = 16 * 2 * 12 * 2 * 64 * 4
+NUM_BLOCKS = 24  # for about 3 of the requests at once
+BLOCK_BYTES = 16 * 2 * 8 * 2 * 64 * 4
 
 
 @pytest.mark.integration
@@ -39,7 +39,7 @@ BLOCK_BYTES = 16 * 2 * 12 * 2 * 64 * 4
 def test_a_flood_costs_no_goodput(tmp_path: Path) -> None:
     model = make_llama_folder(tmp_path / "model", **MODEL)
     sizes = ("15", "60") if FULL else ("4", "8")
-    load = ("--streams", "14", "--peak-s", sizes[0], "--flood-s", sizes[1])
+    load = ("--streams", "8", "--peak-s", sizes[0], "--flood-s", sizes[1])
     kv = ("--kv-memory", str(NUM_BLOCKS * BLOCK_BYTES), "--dtype", "float32", "--threads", "1")
     with Served(tmp_path / "log", "--model", str(model), *kv, "--local-prefill-tokens", "0") as it:
         ran = subprocess.run(
@@ -64,7 +64,8 @@ def test_a_flood_costs_no_goodput(tmp_path: Path) -> None:
     assert total["refused"] >= num_sent / 3, "the load was no flood"
     assert report["flood"]["refused_without_hint"] == report["probe"]["without_hint"] == 0
     assert total["late"] <= num_sent / 10
-    assert report["goodput_ratio"] >= 1 / 3, "no collapse, also where the machine has other work"
+    assert report["goodput_ratio"] >= 0.5, "no collapse, also where the machine has other work"
+    assert report["probe"]["refusal_router_s"]["p50"] <= 0.05, "refused when they come"
     assert report["recovery_s"] is not None
     if FULL:
         assert report["wrong"] == []

@@ -46,7 +46,7 @@ async def test_one_whose_deadline_the_queue_cannot_meet_is_refused_at_once() -> 
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "the call's deadline cannot be met: 2 s are left, and about " in error.message
     assert error.retry_after_ms is not None
-    assert 1000 <= error.retry_after_ms <= 5000
+    assert 1000 <= error.retry_after_ms <= 6000
     assert scene.queue.num_queued == 3
 
 
@@ -141,6 +141,6 @@ async def test_a_pool_without_workers_refuses_nobody_for_its_deadline() -> None:
     await scene.pass_time(20.0)
     assert (await scene.error("hurry")).code is grpc.StatusCode.UNAVAILABLE
     scene.pool.decode, scene.pool.empty_since["decode"] = gone, None
-    await scene.send("later", deadline_s=5.0)
+    await scene.send("later", deadline_s=7.0)
     await scene.pass_time(0.2)
     assert not scene.tasks["later"].done(), "time without workers is not theirs"
