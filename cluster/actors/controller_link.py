@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from legato.cluster.actors.calls import CALL_TIMEOUT_S, outcome
 from legato.cluster.actors.controller_actor import ControllerActor
-from legato.cluster.actors.launcher import CONTROLLER_NAME
+from legato.cluster.actors.orphan_watch import CONTROLLER_NAME
 from legato.cluster.actors.worker_process import end_process
 from legato.cluster.owner_watch import BEAT_PERIOD_S
 

@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from legato.cluster.actors.calls import CALL_TIMEOUT_S, first_sentence, result_of
 from legato.cluster.actors.cluster_nodes import ClusterNodes
+from legato.cluster.actors.orphan_watch import CONTROLLER_NAME
 from legato.cluster.actors.worker_actor import WorkerActor
 from legato.cluster.actors.worker_process import WorkerProcess, make_sure_it_ended
 from legato.cluster.adoption import FoundWorker
@@ -32,7 +33,6 @@ NODE_LOOKS_S = (0.0, 0.5, 1.5)  # pauses: a node may go a moment after its worke
 SUSPECT_S = 30.0  # longer than Ray takes to notice that a node is gone
 HOPELESS_AFTER_S = 15.0  # a node may just be joining
 NODE_ID_LABEL = "ray.io/node-id"
-CONTROLLER_NAME = "controller"  # in the service's namespace; all other names there are workers'
 
 
 class RayLauncher:

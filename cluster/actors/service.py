@@ -102,14 +102,13 @@ class RayService:
         """Begins to start everything."""
         node_id, me = ray.get_runtime_context().get_node_id(), psutil.Process()
 
-        def here(*, soft: bool) -> dict[str, Any]:
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=soft)
-            return {"num_cpus": 0, "scheduling_strategy": strategy}
-
+        # Not soft: Ray then places an actor elsewhere as it likes, and the controller would be lost
+        # with a machine that is a worker's. Where this one is lost: see `orphan_watch`.
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        here = {"num_cpus": 0, "scheduling_strategy": strategy}
         owner = OwnerProcess(node_id, me.pid, me.create_time())
-        # Where this node is lost, the controller comes up on another, to end the workers.
-        self._controller = ControllerLink(worker_plan, targets, options, owner, here(soft=True))
-        self._routers = RouterGroup(self._controller.handle, router_plan, here(soft=False))
+        self._controller = ControllerLink(worker_plan, targets, options, owner, here)
+        self._routers = RouterGroup(self._controller.handle, router_plan, here)
 
     def tend(self) -> list[str]:
         """Keeps routers and controller alive; returns what a person should know. To be called a few

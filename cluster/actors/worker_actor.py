@@ -12,6 +12,7 @@ import psutil
 import ray
 
 from legato.cluster.actors.logs import begin_logging
+from legato.cluster.actors.orphan_watch import end_with_controller
 from legato.cluster.actors.termination import at_sigterm
 from legato.cluster.actors.worker_process import WorkerProcess
 from legato.cluster.adoption import FoundWorker
@@ -71,9 +72,12 @@ class WorkerActor:
         self._measures = False
         self._leaving = asyncio.Event()  # SIGTERM came
         self._ending: asyncio.Task[None] | None = None
+        self._watch_controller: asyncio.Task[None] | None = None
 
     async def placed(self) -> WorkerProcess:
         """Answers as soon as Ray has found a place."""
+        if self._watch_controller is None:
+            self._watch_controller = asyncio.create_task(end_with_controller())
         me = psutil.Process()
         return WorkerProcess(ray.get_runtime_context().get_node_id(), me.pid, me.create_time())
 

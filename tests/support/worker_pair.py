@@ -418,7 +418,13 @@ class Attempt:
 
     async def next_event(self) -> worker_pb2.DecodeEvent | None:
         """Of several answers; None: the call has ended well."""
-        event = await self.decode_call.read()
+        try:
+            event = await self.decode_call.read()
+        except grpc.aio.AioRpcError as error:
+            # As in `stop`: of one that was over already when it was told so.
+            if self.open or error.details() != "Internal error from Core":
+                raise
+            return None
         if event == grpc.aio.EOF:
             assert await self.decode_call.code() is grpc.StatusCode.OK
             return None
