@@ -54,9 +54,11 @@ def test_a_flood_costs_no_goodput(tmp_path: Path) -> None:
         report = json.loads(ran.stdout)
     print(json.dumps(report, indent=1))
     print(ran.stderr)
-    if report["invalid"] and not FULL:
-        pytest.skip(f"less load than named was sent: {report['invalid']}")
-    assert report["invalid"] == []
+    # The small flood may come in bursts, where the machine has other work.
+    invalid = [why for why in report["invalid"] if FULL or "behind their time" not in why]
+    if invalid and not FULL:
+        pytest.skip(f"less load than named was sent: {invalid}")
+    assert invalid == []
     ends = report["flood"]["ends"]
     total = {end: sum(of[end] for of in ends.values()) for end in ends["batch"]}
     num_sent = sum(total.values())
