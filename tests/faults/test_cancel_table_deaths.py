@@ -89,12 +89,19 @@ def cables_of(scene: TableScene, worker: Worker) -> list[TcpProxy]:
     return [scene.to_worker[id(worker)], *links]
 
 
+async def end_without_a_word(victim: Worker) -> None:
+    """A process that is killed does not report that it drains."""
+    assert victim.server._server is not None
+    await victim.server._server.stop(0)
+    await victim.server.stop(0)
+
+
 def strike(scene: TableScene, victim: Worker, loss: str) -> asyncio.Task[None] | None:
     """The task that ends a dead one's process, for it waits for the step under way."""
     scene.struck_at_s = time.monotonic()
     match loss:
         case "dead":
-            return asyncio.create_task(victim.server.stop(0))
+            return asyncio.create_task(end_without_a_word(victim))
         case "cut":
             for cable in cables_of(scene, victim):
                 cable.cut()

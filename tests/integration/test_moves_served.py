@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 
-NUM_STREAMS = 24
-NUM_TOKENS = 400
+NUM_STREAMS = 16
+NUM_TOKENS = 900
 WAIT_S = 240.0
 
 
@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         num_hidden_layers=8,
         max_position_embeddings=1024,
     )
-    words = ("--model", str(model), "--kv-memory", "160MiB", "--threads", "1", "--decode", "2")
+    words = ("--model", str(model), "--kv-memory", "320MiB", "--threads", "1", "--decode", "2")
     with Served(folder / "serve.log", *words) as service:
         yield service
 
@@ -95,15 +95,18 @@ def wait_for(client: BlockingRawClient, num_decodes: int, without: str = "") -> 
 
 
 def begin(client: BlockingRawClient, threads: ThreadPoolExecutor) -> list[Future[Whole]]:
-    """All of them run, and have come some way."""
+    """Most of them run, and all together have come some way."""
     before = {w.worker_id: w.load.decode_tokens for w in decode_workers(client)}
     streams = [threads.submit(ask, client, n) for n in range(NUM_STREAMS)]
     deadline_s = time.monotonic() + WAIT_S
     while True:
         workers = decode_workers(client)
         made = sum(w.load.decode_tokens - before[w.worker_id] for w in workers)
-        if sum(w.load.running for w in workers) == NUM_STREAMS and made > 40 * NUM_STREAMS:
+        num_running = sum(w.load.running for w in workers)
+        if num_running >= NUM_STREAMS * 3 // 4 and made > 40 * NUM_STREAMS:
             return streams
+        for stream in streams:
+            assert not stream.done(), stream.result()
         assert time.monotonic() < deadline_s, workers
         time.sleep(0.02)
 

@@ -116,7 +116,7 @@ async def test_16_streams_share_decode_steps_and_keep_their_solo_answers(
     tokens = after.decode_tokens - before.decode_tokens
     steps = after.decode_steps - before.decode_steps
     assert tokens == 16 * 47
-    assert steps < tokens / 3, f"{tokens} tokens took {steps} steps: they did not share"
+    assert steps < tokens / 2, f"{tokens} tokens took {steps} steps: they did not share"
 
 
 def chat(role: str) -> generation_pb2.GenerateRequest:
