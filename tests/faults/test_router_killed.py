@@ -60,7 +60,7 @@ def text(model: Path) -> ModelText:
 
 def workload(number: int, seed: int) -> list[generation_pb2.GenerateRequest]:
     """All kinds; of those that draw by a seed half leave it to the router."""
-    requests = mixed(number, seed=seed, longest_prompt=300, longest_answer=200)
+    requests = mixed(number, seed=seed, longest_prompt=300, longest_answer=900)
     for request in requests[1::4]:
         if request.sampling.temperature > 0:
             request.sampling.ClearField("seed")

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 NUM_STREAMS = 50
-NUM_TOKENS = 400
+NUM_TOKENS = 1200
 WAIT_S = 90.0
-SMALL = ("--kv-memory", "32MiB", "--threads", "1")
+SMALL = ("--kv-memory", "96MiB", "--threads", "1")
 PROMPTS = [f"prompt number {number}" for number in range(NUM_STREAMS)]
 
 
