@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ import torch
 
 from legato.bench.handoff.bare_grpc import SERVICE
 from legato.bench.handoff.kv_model import CONTEXT_LENGTH, VOCAB_SIZE, loaded_model, worker_config
+from legato.bench.ready_process import ready_process
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.kv.block_lease import BlockLease
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from legato.worker.node import WorkerNode
 
-START_TIMEOUT_S = 60.0
 _TIMEOUT_S = 120.0
 _SAMPLING = common_pb2.SamplingParams(
     max_tokens=2,
@@ -70,31 +68,23 @@ class TwoWorkers:
         shape = loaded_model(dtype).model.config
         row_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
         memory_bytes = (num_tokens + 64) * row_bytes * loaded_model(dtype).dtype.itemsize
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "legato.bench.handoff.receiving", "--dtype", dtype),
-            *("--kv-memory", str(memory_bytes)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        server = WorkerServer(worker_config("prefill", dtype, memory_bytes), loaded_model(dtype))
-        channels: list[grpc.aio.Channel] = []
-        try:
-            assert process.stdout is not None
-            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-            if not line:
-                raise RuntimeError(f"the receiving process ended: status {await process.wait()}")
-            ready = json.loads(line)
-            await server.start()
-            channels += [
-                grpc.aio.insecure_channel(ready[name], options=CHANNEL_OPTIONS)
-                for name in ("address", "limits")
-            ]
-            yield cls(server.node, ready["address"], ready["limits"], *channels)
-        finally:
-            for channel in channels:
-                await channel.close()
-            await server.stop(0)
-            await _end(process)
+        arguments = ("--dtype", dtype, "--kv-memory", str(memory_bytes))
+        async with ready_process("legato.bench.handoff.receiving", *arguments) as ready:
+            server = WorkerServer(
+                worker_config("prefill", dtype, memory_bytes), loaded_model(dtype)
+            )
+            channels: list[grpc.aio.Channel] = []
+            try:
+                await server.start()
+                channels += [
+                    grpc.aio.insecure_channel(ready[name], options=CHANNEL_OPTIONS)
+                    for name in ("address", "limits")
+                ]
+                yield cls(server.node, ready["address"], ready["limits"], *channels)
+            finally:
+                for channel in channels:
+                    await channel.close()
+                await server.stop(0)
 
     def rows(self, num_tokens: int, seed: int = 0) -> BlockLease:
         """Blocks of the prefill worker, with random rows in them."""
@@ -142,16 +132,6 @@ class TwoWorkers:
         answer = json.loads(await unary(json.dumps(asked).encode(), timeout=_TIMEOUT_S))
         assert isinstance(answer, dict)
         return answer
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        await asyncio.wait_for(process.wait(), 10.0)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def memory_path(file: int) -> str:

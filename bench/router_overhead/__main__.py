@@ -17,21 +17,22 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from legato.bench.ready_process import ready_process
 from legato.bench.router_overhead.load import LoadRun, Pace
 from legato.bench.router_overhead.send_times import SendTimes
 from legato.worker.weights.source import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
-START_TIMEOUT_S = 60.0
+HERE = "legato.bench.router_overhead"
 WAYS = ("direct", "relay", "router")
 GOAL_ADDED_MS, GOAL_TOKENS_S, GOAL_OF_RELAY = 1.0, 3000.0, 0.5
 # Tokens that are on their way while streams begin and end share the machine with the beginnings.
@@ -73,18 +74,18 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="legato-bench-")))
         times_path = folder / "send_times"
         engine = await stack.enter_async_context(
-            _process(
-                "fake_engine",
+            ready_process(
+                f"{HERE}.fake_engine",
                 *("--times", str(times_path), "--streams", str(args.streams)),
                 *("--tokens", str(args.tokens)),
             )
         )
         relay = await stack.enter_async_context(
-            _process("relay", "--decode", engine["decode"]["address"])
+            ready_process(f"{HERE}.relay", "--decode", engine["decode"]["address"])
         )
         router = await stack.enter_async_context(
-            _process(
-                "router_process",
+            ready_process(
+                f"{HERE}.router_process",
                 *("--model", str(resolve_model(args.model)), "--workers", json.dumps(engine)),
             )
         )
@@ -172,30 +173,6 @@ def _print_table(result: dict[str, Any]) -> None:
         f"{GOAL_ADDED_MS:g} ms spread, {GOAL_TOKENS_S:,.0f} tokens/s",
         file=sys.stderr,
     )
-
-
-@asynccontextmanager
-async def _process(module: str, *arguments: str) -> AsyncIterator[dict[str, Any]]:
-    """Yields the line that the process prints once it is ready; ends it in the end."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"legato.bench.router_overhead.{module}", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-        if not line:
-            raise RuntimeError(f"{module} ended before it was ready: {await process.wait()}")
-        yield json.loads(line)
-    finally:
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), 10.0)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 if __name__ == "__main__":

@@ -101,18 +101,11 @@ def inside_a_step(scene: TableScene, state: State) -> list[Worker]:
 
 def strike(scene: TableScene, stream: Stream, cause: str) -> None:
     """Nothing for a deadline: that comes by itself."""
-    scene.struck_at_s = time.monotonic()
-    match cause:
-        case "cancel":
-            stream.call.cancel()
-        case "client gone":
-            scene.client_cable.cut()
-        case "router gone":
-            for cable in scene.to_worker.values():
-                cable.cut()
-        case "deadline":
-            scene.struck_at_s = stream.asked_at_s + DEADLINE_S
-            assert scene.struck_at_s > time.monotonic(), "the machine is too slow for this deadline"
+    if cause != "deadline":
+        scene.strike(stream, cause)
+        return
+    scene.struck_at_s = stream.asked_at_s + DEADLINE_S
+    assert scene.struck_at_s > time.monotonic(), "the machine is too slow for this deadline"
 
 
 def check_end(stream: Stream, cause: str) -> None:

@@ -33,8 +33,11 @@ AT_ONCE = 24
 PERIOD_S = 3.0 if FULL else 1.5  # between two kills, on average
 CANCEL_EVERY = 25
 DEADLINE_S = 240.0
-# What must have been hit for the run to count, in the full size each by itself.
-ON_THE_WAY = {"prefill/prefill", "prefill/handoff", "decode/prefill", "decode/handoff"}
+# What must have been hit for the run to count. A few kills may all miss the short phases, whose
+# every moment the tables of faults strike.
+DECODING = {"decode/decode"}
+ON_THE_WAY = {"prefill/prefill", "prefill/handoff", "decode/prefill", "decode/handoff", "queued"}
+MUST_HIT = DECODING | ON_THE_WAY if FULL else DECODING
 
 
 async def test_kills_under_load_lose_and_double_nothing(tmp_path: Path) -> None:
@@ -93,8 +96,6 @@ async def kill_under_load(rig: KillRig, text: ModelText) -> None:
     assert wrong == [], f"{len(wrong)} violations: {wrong[:10]}"
     assert status.router.failed == 0
     assert len(rig.strikes) >= MIN_KILLS, f"too few kills: {counts}"
-    assert hits["decode/decode"] > 0, f"no stream was hit: {counts}"
-    must_hit = {*ON_THE_WAY, "queued"} if FULL else ON_THE_WAY & hits.keys()
-    assert must_hit, f"nothing was hit on its way to decode: {counts}"
-    assert hits.keys() >= must_hit, f"not all phases were hit: {counts}"
+    missed = {phase for phase in MUST_HIT if not hits[phase]}
+    assert not missed, f"no request was hit in {sorted(missed)}: {counts}"
     assert moved, f"the kills hit no stream: {counts}"

@@ -101,15 +101,7 @@ CAUSES = ("cancel", "client gone", "router gone")
 async def test_everything_comes_back(stage: Stage, cause: str, lane: str) -> None:
     async with TableScene(decodes=2, lane=lane) as scene:
         stream, source, target = await bring(scene, stage)
-        scene.struck_at_s = time.monotonic()
-        match cause:
-            case "cancel":
-                stream.call.cancel()
-            case "client gone":
-                scene.client_cable.cut()
-            case "router gone":
-                for cable in scene.to_worker.values():
-                    cable.cut()
+        scene.strike(stream, cause)
         if stage is Stage.PARKED and cause != "router gone":
             scene.to_worker[id(target)].thaw()
         busy = {Stage.PAUSING: source, Stage.ARRIVED: target}.get(stage)

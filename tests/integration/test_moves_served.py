@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from raw_client import BlockingRawClient
+from raw_client import RawClient
 from served import Served
 from tiny_models import make_llama_folder
 
@@ -18,7 +18,6 @@ from legato.protos import cluster_pb2, common_pb2, generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Future
 
 pytestmark = pytest.mark.integration
 
@@ -50,7 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield service
 
 
-def ask(client: BlockingRawClient, number: int) -> Whole:
+async def ask(client: RawClient, number: int) -> Whole:
     """Half of them sampled."""
     request = generation_pb2.GenerateRequest(
         text=f"prompt number {number}",
@@ -62,7 +61,7 @@ def ask(client: BlockingRawClient, number: int) -> Whole:
         ),
     )
     token_ids: list[int] = []
-    for response in client.generate(request, timeout_s=WAIT_S):
+    async for response in client.generate(request, timeout_s=WAIT_S):
         assert response.HasField("finish") or response.delta.token_offset == len(token_ids)
         token_ids += response.delta.token_ids
     assert response.finish.usage.completion_tokens == len(token_ids) == NUM_TOKENS
@@ -72,50 +71,52 @@ def ask(client: BlockingRawClient, number: int) -> Whole:
 @pytest.fixture(scope="module")
 def alone(served: Served) -> list[list[int]]:
     """Their answers where nothing moves."""
-    with BlockingRawClient(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
-        answers = list(threads.map(lambda n: ask(client, n), range(NUM_STREAMS)))
-    assert all(answer.finish.timings.moves == 0 for answer in answers)
-    return [answer.token_ids for answer in answers]
+
+    async def answers() -> list[Whole]:
+        async with RawClient(served.address) as client:
+            return await asyncio.gather(*(ask(client, n) for n in range(NUM_STREAMS)))
+
+    wholes = asyncio.run(answers())
+    assert all(whole.finish.timings.moves == 0 for whole in wholes)
+    return [whole.token_ids for whole in wholes]
 
 
-def decode_workers(client: BlockingRawClient) -> list[cluster_pb2.WorkerStatus]:
-    return list(client.status().pools[1].workers)
+async def decode_workers(client: RawClient) -> list[cluster_pb2.WorkerStatus]:
+    return list((await client.status()).pools[1].workers)
 
 
-def wait_for(client: BlockingRawClient, num_decodes: int, without: str = "") -> None:
+async def wait_for(client: RawClient, num_decodes: int, without: str = "") -> None:
     """So many decode workers are there, each ready, and that one is gone."""
-    deadline_s = time.monotonic() + WAIT_S
-    while True:
-        pool = client.status().pools[1]
-        ids = [worker.worker_id for worker in pool.workers]
-        if pool.ready == len(ids) == num_decodes and without not in ids:
-            return
-        assert time.monotonic() < deadline_s, pool
-        time.sleep(0.02)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            pool = (await client.status()).pools[1]
+            ids = [worker.worker_id for worker in pool.workers]
+            if pool.ready == len(ids) == num_decodes and without not in ids:
+                return
+            await asyncio.sleep(0.02)
 
 
-def begin(client: BlockingRawClient, threads: ThreadPoolExecutor) -> list[Future[Whole]]:
+async def begin(client: RawClient) -> list[asyncio.Task[Whole]]:
     """Most of them run, and all together have come some way."""
-    before = {w.worker_id: w.load.decode_tokens for w in decode_workers(client)}
-    streams = [threads.submit(ask, client, n) for n in range(NUM_STREAMS)]
-    deadline_s = time.monotonic() + WAIT_S
-    while True:
-        workers = decode_workers(client)
-        made = sum(w.load.decode_tokens - before[w.worker_id] for w in workers)
-        num_running = sum(w.load.running for w in workers)
-        if num_running >= NUM_STREAMS * 3 // 4 and made > 40 * NUM_STREAMS:
-            return streams
-        for stream in streams:
-            assert not stream.done(), stream.result()
-        assert time.monotonic() < deadline_s, workers
-        time.sleep(0.02)
+    before = {w.worker_id: w.load.decode_tokens for w in await decode_workers(client)}
+    streams = [asyncio.create_task(ask(client, n)) for n in range(NUM_STREAMS)]
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            workers = await decode_workers(client)
+            made = sum(w.load.decode_tokens - before[w.worker_id] for w in workers)
+            num_running = sum(w.load.running for w in workers)
+            if num_running >= NUM_STREAMS * 3 // 4 and made > 40 * NUM_STREAMS:
+                return streams
+            done = [stream.result() for stream in streams if stream.done()]
+            assert not done, f"{num_running} run, {len(done)} have ended already"
+            await asyncio.sleep(0.02)
 
 
-def check(streams: list[Future[Whole]], alone: list[list[int]]) -> list[Whole]:
+async def check(streams: list[asyncio.Task[Whole]], alone: list[list[int]]) -> list[Whole]:
     """One whose client reads too slowly for a move is computed anew at the end of the drain, which
     is right as well: on a crowded machine all of them do.
     """
-    answers = [stream.result(WAIT_S) for stream in streams]
+    answers = await asyncio.wait_for(asyncio.gather(*streams), WAIT_S)
     assert [answer.token_ids for answer in answers] == alone
     for answer in answers:
         assert answer.finish.timings.attempts == 1
@@ -127,22 +128,22 @@ def was_computed_anew(answer: Whole) -> bool:
     return answer.finish.timings.decode_forwards < NUM_TOKENS - 1
 
 
-def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int]]) -> None:
-    with BlockingRawClient(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
-        wait_for(client, 2)
-        moved_before = client.status().router.moved_with_kv
-        streams = begin(client, threads)
-        newest = decode_workers(client)[-1]
+async def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int]]) -> None:
+    async with RawClient(served.address) as client:
+        await wait_for(client, 2)
+        moved_before = (await client.status()).router.moved_with_kv
+        streams = await begin(client)
+        newest = (await decode_workers(client))[-1]
         num_there = newest.load.running
         began_s = time.monotonic()
-        client.scale({"decode": 1})
-        wait_for(client, 1, without=newest.worker_id)
+        await client.scale({"decode": 1})
+        await wait_for(client, 1, without=newest.worker_id)
         drained_s = time.monotonic() - began_s
         num_running = sum(not stream.done() for stream in streams)
-        answers = check(streams, alone)
+        answers = await check(streams, alone)
         needed_s = max(answer.ended_at_s for answer in answers) - began_s
         moves = sum(answer.finish.timings.moves for answer in answers)
-        status = client.status().router
+        status = (await client.status()).router
         num_anew = sum(map(was_computed_anew, answers))
         print(
             f"{num_there} streams on the worker, {moves} moved, {num_anew} computed anew, "
@@ -155,29 +156,29 @@ def test_scale_in_moves_the_running_streams(served: Served, alone: list[list[int
         assert status.failed == 0
         assert num_running > 0
         assert drained_s < needed_s
-        client.scale({"decode": 2})
-        wait_for(client, 2)
+        await client.scale({"decode": 2})
+        await wait_for(client, 2)
         served.note_descendants()
 
 
 @pytest.mark.parametrize("num_decodes", [2, 1])
-def test_a_worker_that_is_told_to_end_is_replaced_and_loses_nothing(
+async def test_a_worker_that_is_told_to_end_is_replaced_and_loses_nothing(
     served: Served, alone: list[list[int]], num_decodes: int
 ) -> None:
     """With one alone, its streams move to the one that takes its place."""
-    with BlockingRawClient(served.address) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
-        client.scale({"decode": num_decodes})
-        wait_for(client, num_decodes)
-        streams = begin(client, threads)
-        worker = decode_workers(client)[0]
+    async with RawClient(served.address) as client:
+        await client.scale({"decode": num_decodes})
+        await wait_for(client, num_decodes)
+        streams = await begin(client)
+        worker = (await decode_workers(client))[0]
         began_s = time.monotonic()
         os.kill(worker.pid, signal.SIGTERM)
-        wait_for(client, num_decodes, without=worker.worker_id)
+        await wait_for(client, num_decodes, without=worker.worker_id)
         replaced_s = time.monotonic() - began_s
-        answers = check(streams, alone)
+        answers = await check(streams, alone)
         moves = sum(answer.finish.timings.moves for answer in answers)
         needed_s = max(answer.ended_at_s for answer in answers) - began_s
-        status = client.status().router
+        status = (await client.status()).router
         num_anew = sum(map(was_computed_anew, answers))
         print(
             f"of {num_decodes}: {moves} moved, {num_anew} computed anew, "

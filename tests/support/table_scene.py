@@ -334,6 +334,20 @@ class TableScene:
             )
         )
 
+    def strike(self, stream: Stream, cause: str) -> None:
+        """Ends it from its client's side: cancel, client gone or router gone."""
+        self.struck_at_s = time.monotonic()
+        match cause:
+            case "cancel":
+                stream.call.cancel()
+            case "client gone":
+                self.client_cable.cut()
+            case "router gone":
+                for cable in self.to_worker.values():
+                    cable.cut()
+            case _:
+                raise ValueError(f"no such cause: {cause}")
+
     async def canary(self) -> None:
         """The next request has its exact answer, and leaves nothing."""
         await self.ask(OTHER_PROMPT, 8, direct=True).exact(OTHER_PROMPT)

@@ -22,6 +22,8 @@ from legato.worker.scheduling.claim import Newcomer
 from legato.worker.sequence import FinishReason, Sequence
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from legato.worker.forward import Model
     from legato.worker.sampler import Sampled
     from legato.worker.scheduling.decision import Decision
@@ -36,6 +38,27 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     priority: Priority = Priority.INTERACTIVE
+
+
+def engines_for(
+    model: Model,
+    requests: list[Request],
+    *,
+    num_slots: int,
+    overlap: bool,
+    prefix_cache: bool = False,
+) -> AbstractAsyncContextManager[EnginePair]:
+    """With a third of the room that they want."""
+    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
+    return running_engines(
+        model,
+        num_blocks=rows // BLOCK_SIZE // 3,
+        num_slots=num_slots,
+        overlap=overlap,
+        prior_tokens=2,
+        risk=0.9,
+        prefix_cache=prefix_cache,
+    )
 
 
 def crowd() -> list[Request]:
@@ -99,15 +122,8 @@ async def test_64_requests_on_a_third_of_the_room_they_want(
     model: Model, alone: list[list[Sampled]], overlap: bool, num_slots: int
 ) -> None:
     requests = crowd()
-    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
-    async with running_engines(
-        model,
-        num_blocks=rows // BLOCK_SIZE // 3,
-        num_slots=num_slots,
-        overlap=overlap,
-        prior_tokens=2,
-        risk=0.9,
-        prefix_cache=True,
+    async with engines_for(
+        model, requests, num_slots=num_slots, overlap=overlap, prefix_cache=True
     ) as pair:
         answers = await asyncio.gather(
             *(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests)
@@ -456,15 +472,7 @@ async def test_a_crowd_that_is_parked_and_resumed_at_random(
 ) -> None:
     """On a third of the room that they want: every answer is the one that it is alone."""
     requests = crowd()
-    rows = sum(len(r.prompt) + r.params.max_tokens for r in requests)
-    async with running_engines(
-        model,
-        num_blocks=rows // BLOCK_SIZE // 3,
-        num_slots=num_slots,
-        overlap=overlap,
-        prior_tokens=2,
-        risk=0.9,
-    ) as pair:
+    async with engines_for(model, requests, num_slots=num_slots, overlap=overlap) as pair:
         pair.parks = random.Random(3)
         answers = await asyncio.gather(
             *(pair.ask(r.prompt, r.params, 1, r.priority) for r in requests)
