@@ -227,7 +227,9 @@ class Admission:
             ahead += self._gate.work(entry.demand)
 
     def _check_may_wait(self, entry: Entry) -> None:
-        """One that comes back is refused only where those before it fill the queue."""
+        """One that comes back is refused only where those before it fill the queue, or where it
+        would be given up at the next look.
+        """
         others = [
             e
             for e in self._waiting
@@ -236,7 +238,8 @@ class Admission:
         gate = self._gate
         own, queue, limits = gate.applicant(entry), gate.snapshot(others), gate.limits
         if entry.has_asked:
-            refusal = check_bounds(own, queue.ahead_of(batch=own.batch), limits, gate.pace())
+            ahead, pace = queue.ahead_of(batch=own.batch), gate.pace()
+            refusal = check_bounds(own, ahead, limits, pace) or give_up(own, ahead, pace)
         else:
             refusal = admit(own, queue, limits, gate.pace())
         if refusal is not None:

@@ -147,16 +147,18 @@ def estimate_wait_s(own: Applicant, ahead: Work, pace: Pace) -> float:
     rate is limited by whatever limits the service: prefill, KV or the batch.
 
     A batch request has only what interactive ones leave of it, for those that arrive later go
-    before it: what they do not use, or what batch requests were seen to get; until it has aged.
+    before it: what they do not use, or what batch requests were seen to get; until it has aged. As
+    far as they take places of its own size, it waits for that also with nobody before it.
     """
-    drain, tokens = pace.drain_tokens_s, ahead.tokens
+    drain = pace.drain_tokens_s
     if not drain:
         return 0.0
     if not own.batch:
-        return tokens / drain
+        return ahead.tokens / drain
+    tokens, own_s = ahead.tokens + own.work.tokens, own.work.tokens / drain
     left = max(drain - pace.offered_tokens_s, pace.batch_tokens_s)
     aged_s = BATCH_AGEING_S + tokens / (AGED_SHARE * drain)
-    return min(tokens / left, aged_s) if left > 0.0 else aged_s
+    return (min(tokens / left, aged_s) if left > 0.0 else aged_s) - own_s
 
 
 def estimate_service_s(own: Applicant, pace: Pace) -> float:

@@ -83,7 +83,7 @@ class Dispatch:
             ):
                 return NOTHING  # nobody can start
             demand = entry.demand
-            overdue = now - entry.arrived_at >= self._options.max_passed_over_s
+            overdue = entry.is_overdue(now, self._options.max_passed_over_s)
             if not entry.waits:
                 if overdue and entry.asking is not None:
                     close_kept(entry, decodes, alone)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from legato.cluster.prompt_hashes import PromptHashes
 
 
+# Of the time until its deadline, a request is passed by smaller ones for so much at most.
+PASSED_OVER_SHARE = 0.25
+
+
 class Entry:
     """It keeps its place over all its attempts. Answers that are served together wait in the first
     one's place.
@@ -42,6 +46,11 @@ class Entry:
         self.has_waited = False  # it could not start at once
         self.has_asked = False  # it comes back to the queue, and stands before others there
         self.kept_free: dict[Role, str] = {}  # workers that drain for it, once it is overdue
+
+    def is_overdue(self, now: float, max_passed_over_s: float) -> bool:
+        """Whether smaller ones have passed it for long enough."""
+        all_s = self.deadline.at - self.arrived_at
+        return now - self.arrived_at >= min(max_passed_over_s, PASSED_OVER_SHARE * all_s)
 
     @property
     def waits(self) -> bool:

@@ -81,9 +81,10 @@ def faults(report: Mapping[str, object], named_rate: float) -> tuple[list[str], 
     ratio = float(str(report["goodput_ratio"]))
     if ratio < LEAST_GOODPUT:
         wrong.append(f"goodput is {ratio:.2f} of the peak")
-    refusal_s = _p99(probe, "refusal_s")
-    if refusal_s is None or refusal_s > MOST_REFUSAL_S:
-        wrong.append(f"refusals took {refusal_s} s (p99)")
+    for who, part in (("the probe", probe), ("the flood", flood)):
+        refusal_s = _p99(part, "refusal_s")
+        if refusal_s is None or refusal_s > MOST_REFUSAL_S:
+            wrong.append(f"refusals to {who} took {refusal_s} s (p99)")
     hintless = int(str(flood["refused_without_hint"])) + int(str(probe["without_hint"]))
     if hintless:
         wrong.append(f"{hintless} refusals had no hint")

@@ -78,14 +78,18 @@ def test_what_was_not_measured_refuses_nobody() -> None:
 
 def test_batch_requests_have_what_interactive_ones_leave() -> None:
     batch, waiting = replace(OWN, batch=True), Work(1, 0, 100)
+    own = batch.work.tokens
     idle, busy = (replace(PACE, offered_tokens_s=rate) for rate in (0.0, 400.0))
     assert estimate_wait_s(batch, waiting, idle) == pytest.approx(0.2)
-    assert estimate_wait_s(batch, waiting, busy) == pytest.approx(1.0)
+    assert estimate_wait_s(batch, Work(), idle) == pytest.approx(0.0)
+    assert estimate_wait_s(batch, waiting, busy) == pytest.approx(1.0 + own / 100.0 - own / 500.0)
+    # Nobody waits, and still others will take the next places.
+    assert estimate_wait_s(batch, Work(), busy) == pytest.approx(own / 100.0 - own / 500.0)
     flooded = replace(PACE, offered_tokens_s=2000.0)
-    aged_s = BATCH_AGEING_S + 100 / (AGED_SHARE * 500.0)
-    assert estimate_wait_s(batch, waiting, flooded) == pytest.approx(aged_s)
+    aged_s = BATCH_AGEING_S + (100 + own) / (AGED_SHARE * 500.0)
+    assert estimate_wait_s(batch, waiting, flooded) == pytest.approx(aged_s - own / 500.0)
     seen = replace(flooded, batch_tokens_s=250.0)
-    assert estimate_wait_s(batch, waiting, seen) == pytest.approx(0.4)
+    assert estimate_wait_s(batch, waiting, seen) == pytest.approx((100 + own) / 250.0 - own / 500.0)
     assert estimate_wait_s(OWN, waiting, flooded) == pytest.approx(0.2)
 
 
