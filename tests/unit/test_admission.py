@@ -35,6 +35,21 @@ async def test_small_ones_pass_a_blocked_big_one_only_for_a_while() -> None:
     assert scene.started == ["running", "small-1", "big", "small-2"]  # 5 + 90 + 5 fit
 
 
+async def test_small_ones_pass_a_big_one_for_a_quarter_of_its_deadline_at_most() -> None:
+    scene = Scene(max_passed_over_s=2.0)
+    await scene.arrive("running", 50)
+    entry = scene.queue.enter(1, Deadline(4.0, given=True))[0]
+    await scene.arrive("big", 90, entry=entry)
+    await scene.pass_time(0.9)
+    await scene.arrive("small-1", 5)
+    assert scene.started == ["running", "small-1"]
+    await scene.pass_time(0.1)
+    await scene.arrive("small-2", 5)
+    assert scene.started == ["running", "small-1"]
+    await scene.end("running")
+    assert scene.started == ["running", "small-1", "big", "small-2"]
+
+
 async def test_only_one_worker_is_kept_free_for_a_big_one() -> None:
     scene = Scene(Pool(decode=[View("d1", 100), View("d2", 100)]), max_passed_over_s=2.0)
     await scene.arrive("r1", 60)

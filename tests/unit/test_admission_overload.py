@@ -79,6 +79,36 @@ async def test_one_that_waits_is_given_up_when_its_time_has_become_too_short() -
     assert scene.started[-1] == "patient"
 
 
+async def test_one_that_comes_back_too_late_is_refused_at_once() -> None:
+    """Its decode worker took so long to say that it has no room."""
+    scene = Measured()
+    await scene.measure()
+    await scene.end("m-16")
+    entry = scene.queue.enter(1, Deadline(scene.now + 3.0, given=True))[0]
+    await scene.arrive("asks", ROWS, prefill=PROMPT, entry=entry, granted=False)
+    assert scene.started[-1] == "asks"
+    await scene.send("patient", deadline_s=60.0)
+    await scene.pass_time(2.7)  # looks at who waits: not again for a while
+    await scene.refuse("asks", entry, ROWS, prefill=PROMPT)
+    error = await scene.error("asks")
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "0.3 s are left" in error.message
+
+
+async def test_in_a_flood_a_batch_request_is_refused_at_once_also_where_nobody_waits() -> None:
+    scene = Measured()
+    await scene.measure()
+    for turn in range(40):  # five times what the service can do
+        await scene.send(f"chat-{turn}", deadline_s=0.1)
+        await scene.error(f"chat-{turn}")
+        await scene.pass_time(0.2)
+    assert scene.queue.num_queued == 0
+    await scene.send("batch", deadline_s=5.0, batch=True)
+    assert "5 s are left, and about" in (await scene.error("batch")).message
+    await scene.send("patient", deadline_s=300.0, batch=True)
+    assert not scene.tasks["patient"].done()
+
+
 async def test_one_that_work_has_begun_on_is_never_given_up() -> None:
     scene = Measured()
     await scene.measure()
