@@ -40,7 +40,10 @@ ORDERS = [("prefill", "decode"), ("decode", "prefill")] if FULL else [("prefill"
 NUM_TOLD = 2 if FULL else 1  # of each pool
 STRUCK = ("decode", "prefill", "decode") if FULL else ("decode", "prefill")
 REQUESTS = mixed(48 if FULL else 30, seed=8, longest_prompt=300, longest_answer=150)
+# Of 1 → 3 → 1, each about 20 s: 30 last ten minutes.
+NUM_CYCLES = int(os.environ.get("LEGATO_POOL_CYCLES", "3" if FULL else "1"))
 DEATH_BOUND_S, HANG_BOUND_S = 0.5, 3.0
+TWICE_BOUND_S = 3.0  # from the second SIGTERM to the process's end
 SERVES_BOUND_S = 2.0  # from ready to the first request
 
 
@@ -81,39 +84,43 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 async def test_one_three_one_and_new_workers_serve_soon(scene: Scene) -> None:
+    new: set[str] = set()
+    drains: list[int] = []  # calls that ended in each
     async with scene.under_load("scale", 1) as (rig, it):
-        old = {worker.worker_id for worker in await rig.workers()}
-        await rig.client.scale({"prefill": 3, "decode": 3})
-        await rig.until_ready(3, 3)
-        new = {worker.worker_id for worker in await rig.workers()} - old
-        await asyncio.sleep(SERVES_BOUND_S + 0.5)
-        num_before = len(it.calls)
-        await rig.client.scale({"prefill": 1, "decode": 1})
-        await rig.until_ready(1, 1)
-    ready = {
-        line["worker"]: line["at_s"]
-        for line in rig.lines()
-        if line.get("worker") in new and line["state"] == "ready"
-    }
-    serves_s = {
-        worker: min(
-            (
-                line["at_s"] - at_s
-                for line in rig.lines()
-                if worker in (line.get("prefill"), line.get("decode"))
-            ),
-            default=float("inf"),
-        )
-        for worker, at_s in ready.items()
-    }
+        for _ in range(NUM_CYCLES):
+            old = {worker.worker_id for worker in await rig.workers()}
+            await rig.client.scale({"prefill": 3, "decode": 3})
+            await rig.until_ready(3, 3)
+            new |= {worker.worker_id for worker in await rig.workers()} - old
+            await asyncio.sleep(SERVES_BOUND_S + 0.5)
+            num_before = len(it.calls)
+            await rig.client.scale({"prefill": 1, "decode": 1})
+            await rig.until_ready(1, 1)
+            drains.append(len(it.calls) - num_before)
+    serves_s = _serve_after(rig, new)
     counts = {
         "calls": len(it.calls),
-        "calls_in_the_drain": len(it.calls) - num_before,
+        "calls_in_the_drains": drains,
         "serves_s": sorted(round(seconds, 3) for seconds in serves_s.values()),
     }
     print(json.dumps(counts))
-    assert len(ready) == 4
+    assert len(serves_s) == 4 * NUM_CYCLES
     assert max(serves_s.values()) <= SERVES_BOUND_S, counts
+
+
+def _serve_after(rig: KillRig, workers: set[str]) -> dict[str, float]:
+    """Of each that became ready: seconds until a request was placed on it."""
+    ready: dict[str, float] = {}
+    serves_s: dict[str, float] = {}
+    for line in rig.lines():
+        if line.get("worker") in workers and line["state"] == "ready":
+            ready[line["worker"]] = line["at_s"]
+            serves_s[line["worker"]] = float("inf")
+        for role in ("prefill", "decode"):
+            worker = line.get(role)
+            if worker in ready:
+                serves_s[worker] = min(serves_s[worker], line["at_s"] - ready[worker])
+    return serves_s
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -130,6 +137,20 @@ async def test_each_worker_is_told_to_go_in_turn(scene: Scene, order: tuple[str,
     print(json.dumps({"order": order, "restarted": len(old), "calls": len(it.calls)}))
     assert len(old) == 2 * NUM_TOLD
     assert not old & left
+
+
+async def test_a_worker_that_is_told_twice_goes_at_once(scene: Scene) -> None:
+    async with scene.under_load("twice", 2) as (rig, _):
+        for role in ("decode", "prefill"):
+            worker = (await rig.workers(role))[0]
+            struck = psutil.Process(worker.pid)
+            await rig.until_busy(worker)
+            rig.strike(worker, signal.SIGTERM)
+            rig.strike(worker, signal.SIGTERM)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, [struck], timeout=TWICE_BOUND_S)
+            assert not alive, f"the {role} worker still drains"
+            await rig.until_gone(worker.worker_id, 30)
+            await rig.until_ready(2, 2)
 
 
 @pytest.mark.parametrize(
