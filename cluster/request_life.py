@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
+    from legato.cluster.prompt_logprobs import PromptLogprobs
     from legato.cluster.request import RequestSpec
     from legato.protos import generation_pb2
 
@@ -54,6 +55,7 @@ class RequestLife:
     admission: Admission
     pool: PoolView
     costs: PrefillCostBook
+    prompt_logprobs: PromptLogprobs
     local_prefill_tokens: int
     max_attempts: int
     seconds_left: Callable[[], float]

@@ -110,7 +110,7 @@ def _check_start(start: generation_pb2.StreamStart, asked: common_pb2.SamplingPa
         raise invalid(f"resume.start.seed is {start.seed}, limit [0, {INT64_MAX}]")
     if asked.HasField("seed") and asked.seed != start.seed:
         raise invalid(f"resume.start.seed is {start.seed}, limit {asked.seed} (sampling.seed)")
-    most = asked.max_tokens if asked.HasField("max_tokens") else INT32_MAX
+    most = max(1, asked.max_tokens) if asked.HasField("max_tokens") else INT32_MAX
     if not 1 <= start.max_tokens <= most:
         raise invalid(f"resume.start.max_tokens is {start.max_tokens}, limit [1, {most}]")
     fingerprint = start.model_fingerprint

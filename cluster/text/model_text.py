@@ -81,9 +81,12 @@ class ModelText:
                 raise
             raise ValueError(f"{path}: {printable(str(error))}") from error
 
-    def encode_text(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
-        """Tokenises raw text; exactly one BOS where the model wants one."""
-        return self._with_bos(self._encoder.encode(text, parse_special_tokens=parse_special_tokens))
+    def encode_text(
+        self, text: str, *, parse_special_tokens: bool = False, add_bos: bool = True
+    ) -> list[int]:
+        """Tokenises raw text; exactly one BOS where the model wants one, none without `add_bos`."""
+        ids = self._encoder.encode(text, parse_special_tokens=parse_special_tokens)
+        return self._with_bos(ids) if add_bos else ids
 
     def encode_chat(
         self,
