@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError, invalid, shown
 from legato.cluster.sampling_rules import check_token_ids
 from legato.protos import common_pb2
@@ -68,6 +69,7 @@ def check_model(request: generation_pb2.GenerateRequest, served: str) -> None:
             grpc.StatusCode.FAILED_PRECONDITION,
             f"resume.start.model_fingerprint is {shown(began)}, limit {served!r}, that of the "
             "model served here: another one began the answer",
+            reason=Reason.OTHER_MODEL,
         )
 
 

@@ -16,6 +16,7 @@ from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
 from legato.cluster.deadline import Deadline
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
@@ -346,7 +347,7 @@ class Router:
     ) -> tuple[RequestSpec, list[Answer]]:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
         if self._draining:
-            raise unavailable("the service is shutting down")
+            raise unavailable("the service is shutting down", Reason.SHUTTING_DOWN)
         limits = self.pool.limits()
         if limits is None or not self.pool.ever_ready:
             raise unavailable(f"not ready: {self.missing()}")
@@ -406,7 +407,9 @@ class Router:
         self, clocks: list[PhaseClock], limit_s: float, deadline: Deadline
     ) -> RequestError:
         if self._draining:
-            return unavailable("the service is shutting down; the request was cut short")
+            return unavailable(
+                "the service is shutting down; the request was cut short", Reason.SHUTTING_DOWN
+            )
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
             return RequestError(

@@ -66,10 +66,7 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         raise invalid(f"sampling.seed is {asked.seed}, limit [0, {2**63 - 1}]")
     least = 0 if asked.HasField("prompt_logprobs") else 1
     if asked.HasField("max_tokens") and asked.max_tokens < least:
-        raise invalid(
-            f"sampling.max_tokens is {asked.max_tokens}, limit [{least}, {2**31 - 1}]"
-            + (" (0 with prompt_logprobs alone)" if least else "")
-        )
+        raise invalid(f"sampling.max_tokens is {asked.max_tokens}, limit [{least}, {2**31 - 1}]")
     max_tokens = asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     if not 0 <= asked.min_tokens <= max_tokens:
         raise invalid(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError, invalid
 from legato.cluster.text.chat_template import ChatTemplate
 from legato.cluster.text.detokenizer import Detokenizer
@@ -108,6 +109,7 @@ class ModelText:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"messages: {self._no_template_reason}; send the whole prompt as `text` or"
                 " `token_ids`, or serve a model that has a chat template",
+                reason=Reason.NO_CHAT_TEMPLATE,
             )
         contents = [message.content for message in messages]
         marker = self._encoder.marker_for([*contents, *self._template.texts])
