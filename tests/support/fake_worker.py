@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -273,7 +274,7 @@ class FakeWorker(
             count = request.sampling.prompt_logprobs
             first.prompt_logprobs.SetInParent()
             for place in range(1, request.num_prompt_tokens - self.faults.lose_scores):
-                first.prompt_logprobs.logprobs.append(-place)
+                first.prompt_logprobs.logprobs.append(-math.inf if place == 2 else -place)
                 first.prompt_logprobs.top_logprobs.extend(-rank for rank in range(count))
                 first.prompt_logprobs.top_token_ids.extend(place + rank for rank in range(count))
         return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ def entries(count: int = 2, prompt: str = PROMPT) -> list[common_pb2.TokenLogpro
         common_pb2.TokenLogprobs(),
         *(
             common_pb2.TokenLogprobs(
-                logprob=-place,
+                logprob=-math.inf if place == 2 else -place,
                 top=[
                     common_pb2.TopLogprob(token_id=place + rank, logprob=-rank)
                     for rank in range(count)
@@ -68,6 +69,7 @@ async def test_they_come_with_the_first_message(monkeypatch: pytest.MonkeyPatch,
         responses = await told(service, request())
         assert list(responses[0].prompt_logprobs) == entries()
         assert not responses[0].prompt_logprobs[0].HasField("logprob")
+        assert responses[0].prompt_logprobs[2].logprob == -math.inf
         assert tokens(responses) == expected(PROMPT, 12)
         assert (wishes(prefill.prefills), wishes(decode.reserves)) == ([2], [None])
         await service.settle()
