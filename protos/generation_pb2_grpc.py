@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """Missing associated documentation comment in .proto file."""
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -44,10 +45,21 @@ class GenerationStub:
                 request_serializer=legato_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_generation__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/legato.v1.Generation/Tokenize',
+                request_serializer=legato_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/legato.v1.Generation/Detokenize',
+                request_serializer=legato_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that.
+    """
 
     def Generate(self, request, context):
         """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
@@ -72,6 +84,22 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+        answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+        model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids, as Generate delivers that of an answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -85,6 +113,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     request_deserializer=legato_dot_protos_dot_generation__pb2.GetModelRequest.FromString,
                     response_serializer=legato_dot_protos_dot_generation__pb2.GetModelResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=legato_dot_protos_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=legato_dot_protos_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'legato.v1.Generation', rpc_method_handlers)
@@ -94,7 +132,8 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """Missing associated documentation comment in .proto file."""
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that.
+    """
 
     @staticmethod
     def Generate(request,
@@ -140,6 +179,60 @@ class Generation:
             '/legato.v1.Generation/GetModel',
             legato_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
             legato_dot_protos_dot_generation__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Generation/Tokenize',
+            legato_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            legato_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Generation/Detokenize',
+            legato_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            legato_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

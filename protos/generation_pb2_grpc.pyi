@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationStub:
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -45,9 +47,18 @@ class GenerationStub:
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     """What is served, and its limits."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
+    """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+    answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+    model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
+    """The text of token ids, as Generate delivers that of an answer."""
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
@@ -63,8 +74,17 @@ class GenerationAsyncStub(GenerationStub):
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """What is served, and its limits."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+    answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+    model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of token ids, as Generate delivers that of an answer."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,
@@ -90,5 +110,24 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetModelResponse, _abc.Awaitable[_generation_pb2.GetModelResponse]]:
         """What is served, and its limits."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _generation_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.TokenizeResponse, _abc.Awaitable[_generation_pb2.TokenizeResponse]]:
+        """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+        answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+        model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _generation_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]:
+        """The text of token ids, as Generate delivers that of an answer."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
