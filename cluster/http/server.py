@@ -15,6 +15,8 @@ from legato.cluster.http.app import create_app
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from uvicorn.server import Protocols
+
     from legato.cluster.http.front_door import Authorize
     from legato.cluster.router import Router
 
@@ -94,20 +96,17 @@ class HttpServer:
 
     async def _end_silent(self) -> None:
         """Connections that never send a request's head whole would stay for ever."""
-        silent: set[object] = set()
+        connections = self._server.server_state.connections
+        silent: set[Protocols] = set()
         while True:
             await asyncio.sleep(HEAD_TIMEOUT_S)
-            now = {
-                connection
-                for connection in self._server.server_state.connections
-                if _is_silent(connection)
-            }
+            now = {connection for connection in connections if _is_silent(connection)}
             for connection in now & silent:
-                connection.transport.abort()  # type: ignore[attr-defined]  # each has one
+                connection.transport.abort()
             silent = now - silent
 
 
-def _is_silent(connection: object) -> bool:
+def _is_silent(connection: Protocols) -> bool:
     """Between requests uvicorn has a timer for it, which its first byte ends."""
     cycle = getattr(connection, "cycle", None)
     timer = getattr(connection, "timeout_keep_alive_task", None)

@@ -52,13 +52,15 @@ def is_whole(value: object) -> bool:
 
 def _stop(value: object) -> list[str]:
     """One string or several; how many and how long they may be is checked with the rest."""
-    strings = value if isinstance(value, list) else [value]
-    if len(strings) > MAX_STOP_STRINGS:
-        raise ValueError(f"has {len(strings)} entries, limit {MAX_STOP_STRINGS}")
-    for index, item in enumerate(strings):
+    items = value if isinstance(value, list) else [value]
+    if len(items) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(items)} entries, limit {MAX_STOP_STRINGS}")
+    strings: list[str] = []
+    for index, item in enumerate(items):
         if not isinstance(item, str):
             where = f"[{index}]" if isinstance(value, list) else ""
             raise ValueError(f"{where} is {shown(item)}, limit a string or a list of strings")
+        strings.append(item)
     return strings
 
 
@@ -212,7 +214,7 @@ def _sentence(error: ErrorDetails) -> str:
         return f"{path} is not set, limit exactly one"
     if kind == "value_error":  # of a check above, which goes on where the name ends
         sentence = str(error["ctx"]["error"])
-        return path + sentence if sentence.startswith(("[", ".")) else f"{path} {sentence}"
+        return path + sentence if sentence.startswith(("[", " ")) else f"{path} {sentence}"
     if kind == "too_long":
         return f"{path} has {len(value)} entries, limit {error['ctx']['max_length']}"
     return f"{path} is {shown(value)}, limit {error['msg'].removeprefix('Input should be ')}"

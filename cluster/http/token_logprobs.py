@@ -35,7 +35,10 @@ def completion_logprobs(
     `top_logprobs` even where it is not one of the likeliest. Where two tokens have the same text,
     the likelier one stands for both.
     """
-    tokens, logprobs, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = text(token_id)
         tokens.append(token)
