@@ -108,7 +108,7 @@ async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
     named = {
         "sampling.top_k is -1, limit [0, 9] (0 is off)": ("top_k is -1, limit", "top_k"),
         "text is empty, limit at least 1 token": ("prompt is empty", "prompt"),
-        "token_ids[3] is 999, limit [0, 319]": ("token_ids[3] is 999", "token_ids[3]"),
+        "token_ids[3] is 999, limit [0, 319]": ("prompt[3] is 999", "prompt[3]"),
         "prompt has 900 tokens, limit 511": ("prompt has 900", "prompt"),
         "messages[2].role is 'x', limit one of a, b": ("messages[2].role is", "messages[2].role"),
         "The model gave up": ("The model gave up", None),
