@@ -104,7 +104,7 @@ async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
     async with http_service() as service:
         # The fake text side checks one thing: see fake_parse.
         status, error = await service.refused(TEXT, **asked(5000, prompt="hello"))
-        assert (status, error["code"]) == (400, "invalid_value")
+        assert (status, error["code"]) == (400, "invalid_field")
     named = {
         "sampling.top_k is -1, limit [0, 9] (0 is off)": ("top_k is -1, limit", "top_k"),
         "text is empty, limit at least 1 token": ("prompt is empty", "prompt"),
