@@ -38,6 +38,12 @@ USER = [{"role": "user", "content": "hello"}]
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has the key 'a'"),
         ({"logit_bias": {"1": "a"}}, "logit_bias[1]", "logit_bias[1] is 'a', limit [-100, 100]"),
         ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "response_format.type is 'x",
+        ),
+        ({"response_format": "text"}, "response_format", "response_format is 'text'"),
         ({"priority": "urgent"}, "priority", "priority is 'urgent'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "limit requests with"),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x", "is no field"),
