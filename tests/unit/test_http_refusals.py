@@ -216,6 +216,7 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
     stops = json.dumps(asked(1, prompt="a", stop=["s"] * 100_000)).encode()
     mixed = json.dumps(asked(1, prompt=[1] * 1_000_000 + ["a"])).encode()
     biases = json.dumps(asked(1, prompt="a", logit_bias=dict.fromkeys(range(100_000), 1))).encode()
+    quotes = b'{"prompt":"' + b'\\"[' * 1_000_000
     nested = b'{"prompt":[' + b"[]," * 1_300_000 + b"[]]}"
     async with http_service() as service:
 
@@ -230,7 +231,8 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
             (stops, 400, "100000 entries"),
             (mixed, 400, "prompt[1000000]"),
             (biases, 400, "100000 entries"),
-            (nested, 400, "prompts, limit 256"),
+            (nested, 400, "lists and objects, limit 20000"),
+            (quotes, 400, "lists and objects, limit 20000"),
             (b"x" * (MAX_REQUEST_BYTES + 1), 413, f"limit {MAX_REQUEST_BYTES}"),
             (endless(), 413, f"limit {MAX_REQUEST_BYTES}"),
         ):
@@ -242,6 +244,16 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
             assert took_s < 5, word  # the goal is one second, of a machine that has nothing else
         assert process.memory_info().rss - before < 256 << 20
         assert (await service.post(TEXT, **asked(2, prompt="hello"))).status_code == 200
+
+
+async def test_texts_may_have_as_many_brackets_as_they_like() -> None:
+    text = 'a["b\\"] = {c: [d]}' * 20
+    messages = [{"role": "user", "content": text * 40}] * 60
+    assert json.dumps(messages).count("[") > 20_000
+    async with http_service() as service:
+        response = await service.post(CHAT, **asked(2, messages=messages))
+    assert response.status_code == 400  # of the fake router: longer than its workers hold
+    assert "more than the largest decode worker holds" in response.json()["error"]["message"]
 
 
 async def test_a_length_that_is_too_large_is_refused_before_the_body_comes() -> None:
