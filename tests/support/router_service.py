@@ -38,6 +38,9 @@ class FakeText:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
 
 @dataclass(frozen=True)
 class FakeDelta:
@@ -77,6 +80,8 @@ def fake_parse(
     limits: ModelLimits,
 ) -> RequestSpec:
     prompt = tuple(request.token_ids.ids) or tuple(request.text.encode())
+    if request.messages.messages:
+        prompt = tuple("".join(message.content for message in request.messages.messages).encode())
     num_answers = request.n or 1
     resumed = parse_resumption(request, num_answers, limits.vocab_size)
     sampling = common_pb2.SamplingParams()
