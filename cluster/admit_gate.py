@@ -97,10 +97,18 @@ class AdmitGate:
         return self.times.expected_output(most)
 
 
-def refused(refusal: Refusal) -> RequestError:
+class NotAdmittedError(RequestError):
     """RESOURCE_EXHAUSTED with the reason and the hint."""
-    return RequestError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",
-        retry_after_ms=int(refusal.retry_s * 1000),
-    )
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",
+            retry_after_ms=int(refusal.retry_s * 1000),
+        )
+        self.reason = "deadline" if refusal.is_of_deadline else "queue_full"  # in a word
+
+
+def refused(refusal: Refusal) -> RequestError:
+    """The error that a refusal becomes."""
+    return NotAdmittedError(refusal)

@@ -128,6 +128,7 @@ class Departure:
         self._life.pool.paths.passed((view.worker_id, target.worker_id))
         self._life.kv_moves += 1
         answer.count_move(moved)
+        answer.record.moved(target.worker_id)
         log.info(
             "request %s: answer %d moved from %s to %s at token %d",
             *(self._life.spec.request_id, answer.index, view.worker_id, target.worker_id),

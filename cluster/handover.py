@@ -214,6 +214,7 @@ class Handover:
         await self._prefill.retarget(ticket, self.decode.view.endpoint.address)
         for answer in self._group.values():
             answer.timings.retargets += 1
+            answer.record.retargeted(self.decode.view.worker_id)
             answer.note("retargeted", attempt=self._number, decode=self.decode.view.worker_id)
 
     async def _take_ticket(self, lost: AttemptEndedError) -> worker_pb2.KvTicket:

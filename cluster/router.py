@@ -20,6 +20,10 @@ from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
 from legato.cluster.load_reporter import LoadReporter
+from legato.cluster.metrics.meters import Meters
+from legato.cluster.metrics.outcome import outcome_of
+from legato.cluster.metrics.pool_poll import PoolPoll
+from legato.cluster.metrics.request_record import RequestRecord
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.prompt_hashes import PromptHashes
@@ -63,19 +67,9 @@ class Counters:
     moved_with_kv: int = 0  # answers, from workers that drained
 
     def count_error(self, error: RequestError) -> None:
-        """Refused: the client's fault or a full house. Failed: ours."""
-        if error.code in (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            grpc.StatusCode.UNIMPLEMENTED,
-            grpc.StatusCode.ALREADY_EXISTS,
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.FAILED_PRECONDITION,
-        ):
-            self.refused += 1
-        elif error.code is grpc.StatusCode.ABORTED:  # the client went on with a newer call
-            self.cancelled += 1
-        else:
-            self.failed += 1
+        """As `outcome_of` judges it."""
+        outcome = outcome_of(error)
+        setattr(self, outcome, getattr(self, outcome) + 1)
 
 
 class _InTurn:
@@ -126,6 +120,10 @@ class Router:
         self.counters = Counters()
         self.started_at = time.monotonic()
         self._log = RequestLog(options.request_log)
+        self.meters = Meters()
+        self.pool_poll = PoolPoll(control, is_autoscaled=options.reports_load)
+        # Of the telemetry conventions, once it is bound: provider, models, address and port.
+        self._service_labels: tuple[str, ...] = ("legato", model_name, model_name, "", "")
         self.pool = PoolView(
             control,
             worker_silence_s=options.worker_silence_s,
@@ -158,7 +156,10 @@ class Router:
             OSError: the port is taken, or the host is not this machine's.
         """
         address = await self._gateway.start(self.options.host, self.options.port)
+        host, _, port = address.rpartition(":")
+        self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
         self._ticker = asyncio.create_task(self._tick())
+        self.pool_poll.start()
         if self._load_reporter is not None:
             self._load_reporter.start()
         return address
@@ -182,6 +183,7 @@ class Router:
         await self.drain(0.0)
         if self._load_reporter is not None:
             await self._load_reporter.stop()
+        await self.pool_poll.stop()
         await self._gateway.stop()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -214,6 +216,16 @@ class Router:
             RequestError: the status that the client gets.
             ClientGoneError: as `send` raised it.
         """
+        with RequestRecord(self.meters, request, self._service_labels) as record:
+            await self._in_time(request, send, time_left_s, record)
+
+    async def _in_time(
+        self,
+        request: generation_pb2.GenerateRequest,
+        send: Send,
+        time_left_s: float | None,
+        record: RequestRecord,
+    ) -> None:
         clocks = [PhaseClock(time.monotonic)]  # one an answer, once their number is known
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
         deadline = Deadline(time.monotonic() + limit_s, given=time_left_s is not None)
@@ -222,7 +234,7 @@ class Router:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clocks, deadline, bound)
+                    await self._generate(request, send, clocks, deadline, bound, record)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -250,6 +262,7 @@ class Router:
         clocks: list[PhaseClock],
         deadline: Deadline,
         bound: asyncio.Timeout,
+        record: RequestRecord,
     ) -> None:
         spec, answers = await self._admit(request, deadline)
         fingerprint = self.pool.model_fingerprint
@@ -259,7 +272,7 @@ class Router:
             start = generation_pb2.StreamStart(
                 seed=spec.sampling.seed, max_tokens=spec.max_tokens, model_fingerprint=fingerprint
             )
-            await self._live(spec, answers, _InTurn(start, send), clocks, deadline, owner)
+            await self._live(spec, answers, _InTurn(start, send), clocks, deadline, owner, record)
         except asyncio.CancelledError:
             if owner.superseded and bound.expired():
                 raise superseded(spec.request_id) from None
@@ -275,6 +288,7 @@ class Router:
         clocks: Sequence[PhaseClock],
         deadline: Deadline,
         owner: Ownership,
+        record: RequestRecord,
     ) -> None:
         prompt = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
         entries = self.admission.enter(len(spec.open_answers), deadline, prompt)
@@ -283,6 +297,7 @@ class Router:
             window = self._load_reporter.window
         life = RequestLife(
             spec=spec,
+            record=record,
             answers=[
                 AnswerLife(
                     spec=spec,
@@ -293,6 +308,7 @@ class Router:
                     send=send,
                     token_text=self.text.token_text,
                     log=self._log,
+                    record=record.answer(index),
                     window=window,
                 )
                 for index, entry, clock in zip(spec.open_answers, entries, clocks, strict=True)
@@ -398,6 +414,8 @@ class Router:
 
     async def _tick(self) -> None:
         while True:
+            due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
+            self.meters.loop_lag.of().add(max(0.0, time.monotonic() - due_s))
             self.pool.check_silence()
             self.admission.dispatch()
