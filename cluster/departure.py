@@ -155,7 +155,8 @@ class Departure:
         try:
             await self._pause(turn)
             assert placement.decode is not None, "there is something to decode"
-            target = DecodeCall(placement.decode, self._life.seconds_left())
+            life = self._life
+            target = DecodeCall(placement.decode, life.seconds_left(), life.record.trace)
             ticket = await self._ticket(target, placement)
             await self._send(target, placement, ticket)
         except _MoveFailedError as error:

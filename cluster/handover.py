@@ -234,7 +234,9 @@ class Handover:
             life.tries += 1
             self._reserve.key.attempt = life.tries
             try:
-                self.decode = DecodeCall(self.placement.decode, life.seconds_left())
+                self.decode = DecodeCall(
+                    self.placement.decode, life.seconds_left(), life.record.trace
+                )
                 ticket = await self.decode.reserve(self._reserve)
             except AttemptEndedError as ended:
                 error = ended

@@ -23,7 +23,8 @@ from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.metrics.meters import Meters
 from legato.cluster.metrics.outcome import outcome_of
 from legato.cluster.metrics.pool_poll import PoolPoll
-from legato.cluster.metrics.request_record import RequestRecord
+from legato.cluster.metrics.request_record import RequestRecord, operation_of
+from legato.cluster.metrics.request_trace import RequestTrace
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.prompt_hashes import PromptHashes
@@ -35,9 +36,10 @@ from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
 from legato.cluster.unread_demand import unread_demand
 from legato.protos import generation_pb2
+from legato.protos.tracing import Tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from legato.cluster.answer import TextSource
     from legato.cluster.answer_life import Send
@@ -122,6 +124,7 @@ class Router:
         self._log = RequestLog(options.request_log)
         self.meters = Meters()
         self.pool_poll = PoolPoll(control, is_autoscaled=options.reports_load)
+        self.tracing: Tracing | None = None  # from `start` on, where it is asked for
         # Of the telemetry conventions, once it is bound: provider, models, address and port.
         self._service_labels: tuple[str, ...] = ("legato", model_name, model_name, "", "")
         self.pool = PoolView(
@@ -154,10 +157,18 @@ class Router:
 
         Raises:
             OSError: the port is taken, or the host is not this machine's.
+            ValueError: `otlp_endpoint` is none, or what it needs is not installed.
         """
         address = await self._gateway.start(self.options.host, self.options.port)
         host, _, port = address.rpartition(":")
         self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
+        if self.options.otlp_endpoint is not None:
+            self.tracing = Tracing(
+                self.options.otlp_endpoint,
+                service="legato-router",
+                instance=address,
+                share=self.options.trace_share,
+            )
         self._ticker = asyncio.create_task(self._tick())
         self.pool_poll.start()
         if self._load_reporter is not None:
@@ -189,6 +200,8 @@ class Router:
             self._ticker.cancel()
             await asyncio.wait({self._ticker})
         await self.pool.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self._parsers.shutdown(wait=False, cancel_futures=True)
         self._log.close()
 
@@ -208,15 +221,22 @@ class Router:
         request: generation_pb2.GenerateRequest,
         send: Send,
         time_left_s: float | None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Serves one request; `send` gets every message, one at a time. Cancelling frees all that
-        it holds.
+        it holds. `headers`: the client's, or its call's metadata, names in lower case; by
+        `traceparent` the request is part of the client's trace.
 
         Raises:
             RequestError: the status that the client gets.
             ClientGoneError: as `send` raised it.
         """
-        with RequestRecord(self.meters, request, self._service_labels) as record:
+        trace = None
+        if self.tracing is not None:
+            trace = RequestTrace.begin(
+                self.tracing, operation_of(request), self.model_name, request, headers or {}
+            )
+        with RequestRecord(self.meters, request, self._service_labels, trace) as record:
             await self._in_time(request, send, time_left_s, record)
 
     async def _in_time(

@@ -51,6 +51,7 @@ from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the
     HostOption,
     LocalPrefillTokensOption,
     ModelOption,
+    OtlpEndpointOption,
     PortOption,
     PrefillOption,
     PrefillResourcesOption,
@@ -59,6 +60,7 @@ from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the
     RestartOption,
     RoutersOption,
     StartTimeoutOption,
+    TraceShareOption,
     WorkerCpusOption,
     WorkerGpusOption,
     WorkerHostOption,
@@ -118,6 +120,8 @@ def serve(
     start_timeout: StartTimeoutOption = 120.0,
     restart: RestartOption = True,
     request_log: RequestLogOption = None,
+    otlp_endpoint: OtlpEndpointOption = None,
+    trace_share: TraceShareOption = RouterOptions.trace_share,
 ) -> None:
     """Start a service and stay until Ctrl-C or `legato stop`.
 
@@ -209,6 +213,7 @@ def serve(
             block_size=block_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
             prefix_cache=prefix_cache,
+            otlp_endpoint=otlp_endpoint,
             max_batch_size=max_batch_size,
             context_length=context_length,
             num_threads=threads,
@@ -220,6 +225,8 @@ def serve(
             port=port,
             local_prefill_tokens=local_prefill_tokens,
             request_log=None if request_log is None else str(request_log),
+            otlp_endpoint=otlp_endpoint,
+            trace_share=trace_share,
             reports_load=autoscale_options is not None,
         ),
         autoscale=autoscale_options,
