@@ -44,6 +44,12 @@ def _check_there(view: WorkerView) -> None:
         raise WorkerFailedError(view, view.lost_reason, gone=True)
 
 
+def _begin_span(
+    trace: RequestTrace | None, view: WorkerView, service: str, method: str
+) -> CallSpan | None:
+    return None if trace is None else trace.call(service, method, view.worker_id)
+
+
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
@@ -145,8 +151,8 @@ class PrefillCall(_Call):
     ) -> None:
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
-        span = trace and trace.call("PrefillWorker", "Prefill", view.worker_id)
-        self._call = view.prefill.Prefill(timeout=timeout_s, metadata=span and span.metadata)
+        span = _begin_span(trace, view, "PrefillWorker", "Prefill")
+        self._call = view.prefill.Prefill(timeout=timeout_s, metadata=span.metadata if span else None)
         super().__init__(view, self._call, span)
 
     async def begin(self, request: worker_pb2.PrefillRequest) -> None:
@@ -201,8 +207,8 @@ class DecodeCall(_Call):
     ) -> None:
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
-        span = trace and trace.call("DecodeWorker", "Decode", view.worker_id)
-        self._call = view.decode.Decode(timeout=timeout_s, metadata=span and span.metadata)
+        span = _begin_span(trace, view, "DecodeWorker", "Decode")
+        self._call = view.decode.Decode(timeout=timeout_s, metadata=span.metadata if span else None)
         self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
         self._saying: set[asyncio.Task[None]] = set()
         super().__init__(view, self._call, span)

@@ -110,8 +110,8 @@ def begin_call(
     headers = {k: v for k, v in metadata if k in HEADERS and isinstance(v, str)}
     if "traceparent" not in headers:
         return NOT_TRACED
-    fields = {"request_id": key.request_id, "attempt": key.attempt}
-    span = tracing.enter(name, headers, _named(fields))
+    fields = _named({"request_id": key.request_id, "attempt": key.attempt})
+    span = tracing.enter(name, headers, fields)
     return NOT_TRACED if span is None else _Told(tracing, span)
 
 

@@ -40,7 +40,7 @@ class RequestTrace:
         headers: Mapping[str, str],
     ) -> RequestTrace | None:
         """None: this one is not traced."""
-        attributes = {
+        attributes: dict[str, str | int] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "legato",
             "gen_ai.request.model": model,
