@@ -75,7 +75,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
         with contextlib.suppress(ClientGoneError):
             await self._router.generate(
-                request, send, context.time_remaining(), self._headers(context)
+                request, send, context.time_remaining(), headers=self._headers(context)
             )
 
     def _headers(self, context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from legato.cluster.answer_life import Send
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
+    from legato.cluster.http.server import HttpServer
     from legato.cluster.in_flight import Ownership
     from legato.cluster.request import ModelLimits, RequestSpec
     from legato.cluster.text.model_text import ModelText
@@ -148,32 +151,55 @@ class Router:
         self._idle.set()
         self._draining = False
         self._gateway = Gateway(self)
+        self._http: HttpServer | None = None
         self._ticker: asyncio.Task[None] | None = None
 
     # --- the controller's side ----------------------------------------------------------------
 
     async def start(self) -> str:
-        """Binds and serves; returns the address as host:port.
+        """Binds and serves; returns the address of the gRPC services as host:port.
 
         Raises:
-            OSError: the port is taken, or the host is not this machine's.
+            OSError: a port is taken, or the host is not this machine's.
             ValueError: `otlp_endpoint` is none, or what it needs is not installed.
         """
-        address = await self._gateway.start(self.options.host, self.options.port)
-        host, _, port = address.rpartition(":")
-        self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
         if self.options.otlp_endpoint is not None:
             self.tracing = Tracing(
                 self.options.otlp_endpoint,
                 service="legato-router",
-                instance=address,
+                instance=f"{socket.gethostname()}:{os.getpid()}",
                 share=self.options.trace_share,
             )
+        http = self._new_http()
+        try:
+            address = await self._gateway.start(self.options.host, self.options.port)
+        except OSError:
+            if http is not None:
+                http.close()
+            raise
+        host, _, port = address.rpartition(":")
+        self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
+        if http is not None:
+            await http.start()
+            self._http = http
         self._ticker = asyncio.create_task(self._tick())
         self.pool_poll.start()
         if self._load_reporter is not None:
             self._load_reporter.start()
         return address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP endpoint, while it serves; empty where there is none."""
+        return "" if self._http is None else self._http.address
+
+    def _new_http(self) -> HttpServer | None:
+        """It has its port: taken before anything is served, so that a taken one leaves nothing."""
+        if self.options.http_port is None:
+            return None
+        from legato.cluster.http.server import HttpServer  # late: it takes a moment
+
+        return HttpServer(self, self.options.host, self.options.http_port)
 
     async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
         """Takes the full snapshot of workers; idempotent."""
@@ -195,7 +221,9 @@ class Router:
         if self._load_reporter is not None:
             await self._load_reporter.stop()
         await self.pool_poll.stop()
-        await self._gateway.stop()
+        await asyncio.gather(
+            self._gateway.stop(), *([] if self._http is None else [self._http.stop()])
+        )
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait({self._ticker})
@@ -221,11 +249,14 @@ class Router:
         request: generation_pb2.GenerateRequest,
         send: Send,
         time_left_s: float | None,
+        on_spec: Callable[[RequestSpec], None] | None = None,
+        *,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Serves one request; `send` gets every message, one at a time. Cancelling frees all that
-        it holds. `headers`: the client's, or its call's metadata, names in lower case; by
-        `traceparent` the request is part of the client's trace.
+        it holds. `on_spec` is told what was made of the request, before the first message.
+        `headers`: the client's, or its call's metadata, names in lower case; by `traceparent` the
+        request is part of the client's trace.
 
         Raises:
             RequestError: the status that the client gets.
@@ -237,7 +268,7 @@ class Router:
                 self.tracing, operation_of(request), self.model_name, request, headers or {}
             )
         with RequestRecord(self.meters, request, self._service_labels, trace) as record:
-            await self._in_time(request, send, time_left_s, record)
+            await self._in_time(request, send, time_left_s, record, on_spec)
 
     async def _in_time(
         self,
@@ -245,6 +276,7 @@ class Router:
         send: Send,
         time_left_s: float | None,
         record: RequestRecord,
+        on_spec: Callable[[RequestSpec], None] | None,
     ) -> None:
         clocks = [PhaseClock(time.monotonic)]  # one an answer, once their number is known
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
@@ -254,7 +286,7 @@ class Router:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clocks, deadline, bound, record)
+                    await self._generate(request, send, clocks, deadline, bound, record, on_spec)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -283,8 +315,11 @@ class Router:
         deadline: Deadline,
         bound: asyncio.Timeout,
         record: RequestRecord,
+        on_spec: Callable[[RequestSpec], None] | None,
     ) -> None:
         spec, answers = await self._admit(request, deadline)
+        if on_spec is not None:
+            on_spec(spec)
         fingerprint = self.pool.model_fingerprint
         owner = await self._in_flight.take(spec, bound)
         try:

@@ -152,7 +152,9 @@ class PrefillCall(_Call):
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
         span = _begin_span(trace, view, "PrefillWorker", "Prefill")
-        self._call = view.prefill.Prefill(timeout=timeout_s, metadata=span.metadata if span else None)
+        self._call = view.prefill.Prefill(
+            timeout=timeout_s, metadata=span.metadata if span else None
+        )
         super().__init__(view, self._call, span)
 
     async def begin(self, request: worker_pb2.PrefillRequest) -> None:

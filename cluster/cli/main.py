@@ -7,6 +7,7 @@ from typing import cast
 
 import typer
 
+from legato.cluster.cli.batch import batch
 from legato.cluster.cli.demo import demo
 from legato.cluster.cli.generate import generate
 from legato.cluster.cli.operate import scale, status, stop
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (serve, generate, status, scale, role, stop, demo):
+for _command in (serve, generate, batch, status, scale, role, stop, demo):
     app.command()(_command)
 
 
