@@ -22,6 +22,7 @@ from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
 from legato.cluster.load_reporter import LoadReporter
+from legato.cluster.metrics.history import History
 from legato.cluster.metrics.meters import Meters
 from legato.cluster.metrics.outcome import outcome_of
 from legato.cluster.metrics.pool_poll import PoolPoll
@@ -138,6 +139,7 @@ class Router:
         )
         self._costs = PrefillCostBook()
         self.admission = Admission(options, self.pool, costs=self._costs.costs)
+        self.history = History(self.meters, self.pool, self.admission)
         self._load_reporter: LoadReporter | None = None
         if options.reports_load:
             self._load_reporter = LoadReporter(control, self.admission, self.pool)
@@ -184,6 +186,7 @@ class Router:
             self._http = http
         self._ticker = asyncio.create_task(self._tick())
         self.pool_poll.start()
+        self.history.start()
         if self._load_reporter is not None:
             self._load_reporter.start()
         return address
@@ -221,6 +224,7 @@ class Router:
         if self._load_reporter is not None:
             await self._load_reporter.stop()
         await self.pool_poll.stop()
+        await self.history.stop()
         await asyncio.gather(
             self._gateway.stop(), *([] if self._http is None else [self._http.stop()])
         )

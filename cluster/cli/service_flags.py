@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from legato.cluster.pool import MAX_POOL_SIZE
-from legato.protos.tracing import check_installed, read_endpoint
 from legato.cluster.router_ports import HTTP_OFFSET
+from legato.protos.tracing import check_installed, read_endpoint
 
 ModelOption = Annotated[
     str,
