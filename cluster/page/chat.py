@@ -52,11 +52,11 @@ def read_chat(body: Mapping[str, Any], *, has_template: bool) -> generation_pb2.
     sampling = common_pb2.SamplingParams()
     max_tokens, temperature = body.get("max_tokens"), body.get("temperature")
     if max_tokens is not None:
-        if not isinstance(max_tokens, int) or not 1 <= max_tokens < 1 << 31:
+        if type(max_tokens) is not int or not 1 <= max_tokens < 1 << 31:
             raise invalid(f"max_tokens is {shown(max_tokens)}, limit [1, 2147483647]")
         sampling.max_tokens = max_tokens
     if temperature is not None:
-        if not isinstance(temperature, int | float) or not 0 <= temperature <= 100:
+        if type(temperature) not in (int, float) or not 0 <= temperature <= 100:
             raise invalid(f"temperature is {shown(temperature)}, limit [0, 100]")
         sampling.temperature = temperature
     if not has_template:
