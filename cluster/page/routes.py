@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from legato.cluster.errors import unavailable
 from legato.cluster.http.request_body import read_object
-from legato.cluster.metrics.exposition import exposition
+from legato.cluster.metrics.exposition import families, written
 from legato.cluster.page.chat import ChatRun, read_chat
 from legato.cluster.page.live_response import LiveResponse
 from legato.cluster.page.state import page_state
@@ -45,7 +45,10 @@ def add_page(app: FastAPI, router: Router) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """For Prometheus; OpenMetrics where it is asked for."""
-        body, content_type = exposition(router, request.headers.get("accept"))
+        told = families(router)
+        accept = request.headers.get("accept")
+        # Of many workers it takes tens of milliseconds, which tokens are not to wait for.
+        body, content_type = await asyncio.to_thread(written, told, accept)
         return Response(body, headers={"content-type": content_type})
 
     @app.get("/page/events")

@@ -12,8 +12,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 from router_service import Service, ask, collect, collect_all, until
 
+from legato.cluster.attempt_errors import AttemptEndedError
 from legato.cluster.metrics.catalogue import METRICS, TTFT_BOUNDS_S
 from legato.cluster.metrics.exposition import exposition
+from legato.cluster.metrics.request_record import _ENDED
 from legato.cluster.metrics.tallies import Spread
 from legato.cluster.worker_view import ViewState
 from legato.protos import cluster_pb2, common_pb2
@@ -253,6 +255,10 @@ def test_a_value_is_counted_under_each_bound_that_it_is_not_above() -> None:
     assert spread.buckets() == [("1.0", 2), ("2.0", 6), ("+Inf", 7)]
     assert spread.sum == 0.5 + 1.0 + 1.5 + 9.0 + 6.0
     assert spread.count == 7
+
+
+def test_every_way_in_which_an_attempt_ends_has_a_word() -> None:
+    assert {kind.__name__ for kind in AttemptEndedError.__subclasses__()} == _ENDED.keys()
 
 
 def test_names_and_labels_are_well_formed_and_bounded() -> None:
