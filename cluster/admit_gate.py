@@ -13,6 +13,7 @@ from legato.cluster.admit_policy import (
     QueueSnapshot,
     Work,
 )
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError
 from legato.cluster.flow_meter import FlowMeter
 from legato.cluster.service_times import ServiceTimes
@@ -97,18 +98,11 @@ class AdmitGate:
         return self.times.expected_output(most)
 
 
-class NotAdmittedError(RequestError):
-    """RESOURCE_EXHAUSTED with the reason and the hint."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",
-            retry_after_ms=int(refusal.retry_s * 1000),
-        )
-        self.reason = "deadline" if refusal.is_of_deadline else "queue_full"  # in a word
-
-
 def refused(refusal: Refusal) -> RequestError:
-    """The error that a refusal becomes."""
-    return NotAdmittedError(refusal)
+    """RESOURCE_EXHAUSTED with the reason and the hint."""
+    return RequestError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",
+        retry_after_ms=int(refusal.retry_s * 1000),
+        reason=Reason.TOO_LATE if refusal.too_late else Reason.OVERLOADED,
+    )

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 import numpy as np
 
+from legato.bench.router_overhead.http_arrivals import http_arrivals
 from legato.bench.router_overhead.stream_name import StreamName
 from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc, worker_pb2
 from legato.protos.worker_pb2_grpc import DecodeWorkerStub
 from legato.worker.channel import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     import numpy.typing as npt
 
-    Arrivals = Callable[[str], AsyncIterator[tuple[int, int]]]
-
+LoadKind = Literal["decode", "generate", "http"]
 NUM_CHANNELS = 4  # clients share connections, but not all of them one
 TIMEOUT_S = 120.0
 PROMPT_TOKENS = 16
@@ -40,16 +40,20 @@ class Pace:
 class LoadRun:
     """`num_streams` streams of `num_tokens` each over the channels to one address."""
 
-    def __init__(self, address: str, num_streams: int, num_tokens: int, *, direct: bool) -> None:
-        """`direct`: the address is the decode worker's own."""
+    def __init__(
+        self, address: str, num_streams: int, num_tokens: int, kind: LoadKind = "generate"
+    ) -> None:
+        """`decode`: the address is the decode worker's own; `http`: the HTTP endpoint's."""
+        self._address = address
         self._channels = [
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for _ in range(NUM_CHANNELS)
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            for _ in range(0 if kind == "http" else NUM_CHANNELS)
         ]
         self._num_streams = num_streams
         self._sampling = common_pb2.SamplingParams(
             max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True
         )
-        self._arrivals = self._decoded if direct else self._generated
+        self._kind = kind
 
     async def close(self) -> None:
         """Ends the connections."""
@@ -74,9 +78,8 @@ class LoadRun:
     ) -> None:
         phase_s = 0.0 if pace.together else pace.period_s * number / self._num_streams
         name = StreamName(run, number, round(pace.period_s * 1e6), round(phase_s * 1e6))
-        channel = self._channels[number % NUM_CHANNELS]
         expected = 1
-        async for offset, count in self._arrivals(channel, str(name)):
+        async for offset, count in self._arrivals(number, str(name)):
             now_s = time.monotonic()
             if offset == 0:  # of prefill, which the relay has not
                 offset, count = 1, count - 1
@@ -86,6 +89,12 @@ class LoadRun:
             expected += count
         if expected != len(arrivals_s):
             raise RuntimeError(f"stream {name}: {expected} of {len(arrivals_s)} tokens came")
+
+    def _arrivals(self, number: int, name: str) -> AsyncIterator[tuple[int, int]]:
+        if self._kind == "http":
+            return http_arrivals(self._address, name, PROMPT_TOKENS, self._sampling.max_tokens)
+        channel = self._channels[number % NUM_CHANNELS]
+        return (self._decoded if self._kind == "decode" else self._generated)(channel, name)
 
     async def _generated(
         self, channel: grpc.aio.Channel, name: str

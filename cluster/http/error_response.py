@@ -110,6 +110,7 @@ def _in_words_of_http(message: str) -> tuple[str, str]:
     field, rest = found[1], message[found.end() :]
     if not rest.startswith((" is ", " has ", ":", " needs ")):
         return message, ""
-    if field in _PROMPTS:
-        return f"prompt{rest}", "prompt"
+    name, bracket, index = field.partition("[")
+    if name in _PROMPTS:
+        field = f"prompt{bracket}{index}"
     return field + rest, field

@@ -55,6 +55,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 create_app(router, authorize=authorize),
+                http="h11",  # whatever else is installed: the strictest parser
                 lifespan="off",
                 ws="none",
                 log_config=None,

@@ -71,11 +71,12 @@ REQUESTS = _metric(
 REFUSALS = _metric(
     "legato_refusals",
     "counter",
-    "Refused requests: queue_full, deadline (it cannot be met), or the gRPC status in lower case.",
+    "Refused requests: overloaded, too_late for their deadlines, invalid_field and so on, as in "
+    "the errors' details.",
     "reason",
 )
 FAILURES = _metric(
-    "legato_failures", "counter", "Failed requests by gRPC status in lower case.", "code"
+    "legato_failures", "counter", "Failed requests, by the reason in the errors' details.", "reason"
 )
 ANSWERS = _metric(
     "legato_answers", "counter", "Answers that ended: stop, length or cancelled.", "finish_reason"

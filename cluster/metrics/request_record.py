@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self
 
-from legato.cluster.admit_gate import NotAdmittedError
 from legato.cluster.errors import RequestError
 from legato.cluster.metrics.outcome import outcome_of
 from legato.cluster.timings import Phase
@@ -182,7 +181,5 @@ def operation_of(request: generation_pb2.GenerateRequest) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """Of a small set, for a label."""
-    if isinstance(error, NotAdmittedError):
-        return error.reason
-    return error.code.name.lower() if isinstance(error, RequestError) else "internal"
+    """A name of `error_reasons.Reason`, for a label."""
+    return error.reason.name.lower() if isinstance(error, RequestError) else "internal"

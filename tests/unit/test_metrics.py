@@ -93,7 +93,7 @@ async def test_the_conventions_metrics_have_their_labels_and_bounds() -> None:
     assert bounds == [*map(str, TTFT_BOUNDS_S), "+Inf"]
     assert scrape.labels("gen_ai_server_time_per_output_token_seconds_count") == [labels]
     durations = scrape.labels("gen_ai_server_request_duration_seconds_count")
-    assert {row["error_type"] for row in durations} == {"", "invalid_argument"}
+    assert {row["error_type"] for row in durations} == {"", "invalid_field"}
 
 
 async def test_what_is_refused_fails_or_is_cancelled_has_its_reason() -> None:
@@ -121,9 +121,9 @@ async def test_what_is_refused_fails_or_is_cancelled_has_its_reason() -> None:
         await asyncio.wait({waiting, running})
         await service.settle()
         scrape = Scrape(router)
-    assert scrape.value("legato_refusals_total", reason="invalid_argument") == 1
-    assert scrape.value("legato_refusals_total", reason="queue_full") == 1
-    assert scrape.value("legato_failures_total", code="deadline_exceeded") == 1
+    assert scrape.value("legato_refusals_total", reason="invalid_field") == 1
+    assert scrape.value("legato_refusals_total", reason="overloaded") == 1
+    assert scrape.value("legato_failures_total", reason="deadline_passed") == 1
     assert scrape.value("legato_requests_total", outcome="refused") == 2
     assert scrape.value("legato_requests_total", outcome="failed") == 1
     assert scrape.value("legato_requests_total", outcome="cancelled") == 2
@@ -267,7 +267,7 @@ def test_names_and_labels_are_well_formed_and_bounded() -> None:
     ours = {label for metric in METRICS for label in metric.labels}
     # Of these alone the values are not written in this repository.
     open_ended = {"worker", "model", "version", "model_name", "block_size", "num_gpu_blocks"}
-    closed = {"outcome", "priority", "reason", "code", "finish_reason", "phase", "role", "state"}
+    closed = {"outcome", "priority", "reason", "finish_reason", "phase", "role", "state"}
     closed |= {"kind", "result", "event"}
     conventions = {label for label in ours if label.startswith(("gen_ai_", "server_"))}
     assert ours - open_ended - closed - conventions == {"error_type"}

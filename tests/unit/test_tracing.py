@@ -218,7 +218,7 @@ async def test_a_request_that_fails_says_why() -> None:
                 await collect(service, ask("x" * 500, 5))
         [(_, root)] = collector.spans
     assert root.status.code == FAILED
-    assert attributes_of(root)["error.type"] == "invalid_argument"
+    assert attributes_of(root)["error.type"] == "invalid_field"
 
 
 @pytest.mark.parametrize(

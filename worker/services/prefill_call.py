@@ -116,7 +116,7 @@ class PrefillCall:
         goes_on = any(token.finish_reason is None for token in tokens)
         if goes_on and self._sequence.progress is not None:
             self._sequence.progress.confirm()
-        first_token = first_token_message(tokens, self._sequence.num_cached)
+        first_token = first_token_message(tokens, self._sequence)
         self._computing.end(
             cached_tokens=first_token.cached_tokens,
             wait_s=first_token.wait_s,
