@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from legato.cluster.errors import shown
 from legato.cluster.http.shared_fields import Int32, RequestModel, SharedFields
-from legato.cluster.request import MAX_MESSAGES
+from legato.cluster.prompt_ids import MAX_MESSAGES
 
 MAX_PARTS = 1024  # of one message's content
 

@@ -182,4 +182,4 @@ def operation_of(request: generation_pb2.GenerateRequest) -> str:
 
 def _reason(error: BaseException | None) -> str:
     """A name of `error_reasons.Reason`, for a label."""
-    return error.reason.name.lower() if isinstance(error, RequestError) else "internal"
+    return error.reason.name.lower() if isinstance(error, RequestError) else "internal_fault"

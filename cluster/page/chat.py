@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from legato.cluster.errors import invalid, shown
+from legato.cluster.prompt_ids import MAX_MESSAGES
 from legato.cluster.timings import Phase
 from legato.protos import common_pb2, generation_pb2
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from legato.cluster.page.live_response import Write
     from legato.cluster.router import Router
 
-MAX_MESSAGES = 256
 _FIELDS = {"messages", "max_tokens", "temperature"}
 _COUNTS = (
     "prefill_worker",

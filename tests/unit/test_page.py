@@ -207,7 +207,7 @@ async def test_a_chat_tells_each_token_and_the_way_it_took() -> None:
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": True}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}, "temperature"),
         ({"messages": [{"role": "user", "content": "x"}], "top_q": 1}, "top_q"),
-        ({"messages": [{"role": "user", "content": "x"}] * 257}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 1025}, "messages"),
     ],
 )
 async def test_a_wrong_question_is_refused_by_name(body: dict[str, Any], word: str) -> None:
