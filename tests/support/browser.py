@@ -68,6 +68,14 @@ class Browser:
             lambda: asyncio.StreamReaderProtocol(self._reader), said
         )
         self._listening = asyncio.create_task(self._listen())
+        try:
+            await self._attach()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _attach(self) -> None:
         async with asyncio.timeout(START_TIMEOUT_S):
             target = await self._call("Target.createTarget", url="about:blank")
             attached = await self._call(
@@ -76,7 +84,6 @@ class Browser:
             self._session = attached["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 await self._call(f"{domain}.enable")
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._listening.cancel()
@@ -91,6 +98,7 @@ class Browser:
         """Loads the page in a window of that size, in CSS pixels."""
         await self.resize(width, height)
         await self._call("Page.navigate", url=url)
+        await self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
     async def resize(self, width: int, height: int) -> None:
         """A phone's where it is narrow."""
@@ -148,10 +156,13 @@ class Browser:
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
-        self._answers[number] = asyncio.get_running_loop().create_future()
+        answered = self._answers[number] = asyncio.get_running_loop().create_future()
         self._tell.write(json.dumps(message).encode() + b"\0")
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            answer = await self._answers.pop(number)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                answer = await answered
+        finally:
+            del self._answers[number]
         if "error" in answer:
             raise BrowserError(f"{method}: {answer['error']}")
         result: dict[str, Any] = answer["result"]
