@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
-
 import grpc
 
-MAX_SHOWN_CHARS = 80  # of one value in a sentence
+from legato.protos.printable import shown as shown  # with the errors it is used in
+
 UNAVAILABLE_RETRY_MS = 1000  # about what a worker or a router needs to come back
-# Never walks the whole of a huge or deep value.
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 4 * MAX_SHOWN_CHARS
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
 
 
 class RequestError(Exception):
@@ -49,12 +44,6 @@ def invalid(message: str) -> RequestError:
 def unavailable(message: str) -> RequestError:
     """UNAVAILABLE: `message` names what is missing."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, message, retry_after_ms=UNAVAILABLE_RETRY_MS)
-
-
-def shown(value: object) -> str:
-    """A value for an error sentence, cut where it is long."""
-    text = _REPR.repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}…"
 
 
 class ServiceError(Exception):

@@ -9,8 +9,8 @@ import grpc
 from legato.cluster.errors import RequestError, invalid
 from legato.cluster.text.chat_template import ChatTemplate
 from legato.cluster.text.detokenizer import Detokenizer
-from legato.cluster.text.gguf_text import load_gguf_text
-from legato.cluster.text.hf_text import load_hf_text
+from legato.text.gguf_text import load_gguf_text
+from legato.text.hf_text import load_hf_text
 from legato.cluster.text.safe_encoder import SafeEncoder
 from legato.cluster.text.token_table import TokenTable
 from legato.protos.printable import printable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from legato.cluster.text.text_parts import TextParts
+    from legato.text.text_parts import TextParts
     from legato.protos import generation_pb2
 
 CHAT_ROLES = ("system", "user", "assistant")

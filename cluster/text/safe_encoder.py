@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken
 
 from legato.cluster.errors import invalid, shown
-from legato.cluster.text.library_errors import library_errors
+from legato.text.library_errors import library_errors
 from legato.cluster.text.lost_text import LostText
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import decoders
 
-from legato.cluster.text.library_errors import library_errors
+from legato.text.library_errors import library_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
