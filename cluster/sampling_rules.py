@@ -11,6 +11,7 @@ import grpc
 
 from legato.cluster.errors import RequestError, invalid
 from legato.protos import common_pb2
+from legato.text.guide import Guide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,6 +77,7 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
             grpc.StatusCode.UNIMPLEMENTED, "sampling.prompt_logprobs is not served by this release"
         )
     _check_stop(asked)
+    read_guide(asked)
     _check_count("sampling.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, vocab_size)
     _check_count("sampling.logit_bias", len(asked.logit_bias), MAX_LOGIT_BIAS)
@@ -85,6 +87,20 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
             raise invalid(
                 f"sampling.logit_bias[{token_id}] is {shown_float(bias)}, limit [-100, 100]"
             )
+
+
+def read_guide(asked: common_pb2.SamplingParams) -> Guide | None:
+    """The guide, where there is one; whether it compiles is another matter.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming field, value and limit.
+    """
+    if not asked.HasField("guide"):
+        return None
+    try:
+        return Guide.read(asked.guide)
+    except ValueError as error:
+        raise invalid(str(error)) from None
 
 
 def complete_sampling(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from legato.protos.printable import printable, shown
 from legato.text.hf_class import apply_class, class_names, tokenizer_class
 from legato.text.library_errors import library_errors
 from legato.text.text_parts import TextParts
-from legato.protos.printable import printable, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

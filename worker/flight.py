@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from legato.worker.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Flight:
     """Where steps overlap, the next one is launched before this one is read."""
 
@@ -29,6 +29,7 @@ class Flight:
     model_s: float  # until the logits were there, or were on their way
     reports: LayerReports | None  # None: nobody waits for its rows
     watched: list[KvProgress]  # those whose rows it writes, or may have written for another
+    finished: bool = False  # its tokens were read and handed out
 
     @property
     def reads_output(self) -> bool:

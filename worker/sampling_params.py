@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.protos import common_pb2
+    from legato.text.guide import Guide
 
 GREEDY_BELOW = 1e-5  # temperatures under this would overflow fp32 logits; they mean greedy
 
@@ -31,6 +32,7 @@ class SamplingParams:
     logprobs: int | None  # None: none; k: the token's own and the k best
     stop_token_ids: frozenset[int]
     logit_bias: Mapping[int, float]
+    guide: Guide | None = None  # what the answer's text must be
 
     @property
     def greedy(self) -> bool:
@@ -74,7 +76,9 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
-        """Reads a complete message; raises ValueError naming a field that is not set."""
+        """Reads a complete message; raises ValueError naming a field that is not set, or what is
+        wrong with the guide.
+        """
         for name in (
             "max_tokens",
             "temperature",
@@ -105,4 +109,14 @@ class SamplingParams:
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             logit_bias=dict(message.logit_bias),
+            guide=read_guide(message),
         )
+
+
+def read_guide(message: common_pb2.SamplingParams) -> Guide | None:
+    """Raises ValueError naming field, value and limit."""
+    if not message.HasField("guide"):
+        return None
+    from legato.text.guide import Guide  # llguidance, which most workers never need
+
+    return Guide.read(message.guide)

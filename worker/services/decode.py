@@ -14,11 +14,13 @@ from legato.worker.services.call_limit import limited
 from legato.worker.services.decode_call import DecodeCall
 from legato.worker.services.decode_request import DecodeRequest
 from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
+from legato.worker.services.guides import follow_guide, open_guide
 from legato.worker.services.validation import read_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from legato.text.guide_book import GuideBook
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.handoff.tickets import AttemptKey, Ticket, TicketBook
@@ -38,6 +40,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         engine: Engine,
         tickets: TicketBook,
         sender: KvSender,
+        guides: GuideBook,
         *,
         prefix_cache: bool,
     ) -> None:
@@ -46,6 +49,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._engine = engine
         self._tickets = tickets
         self._sender = sender
+        self._guides = guides
         self._prefix_cache = prefix_cache
 
     @reports_errors
@@ -60,6 +64,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         reserve = (await _next_command(request_iterator, "reserve")).reserve
         key = read_key(reserve.key)
         request = DecodeRequest.read(reserve, self._identity, prefix_cache=self._prefix_cache)
+        await open_guide(self._guides, request.params, request.eos_token_ids)
         try:
             with self._lifecycle.work():
                 ticket = self._reserve(key, request)
@@ -96,6 +101,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         await context.write(worker_pb2.DecodeEvent(ticket=granted))
         start = (await _next_command(commands, "start")).start
         sequences = request.sequences(start)
+        await follow_guide(self._guides, sequences.values())
         num_layers = self._identity.kv_shape.num_layers
         call = DecodeCall(
             self._engine,

@@ -18,6 +18,7 @@ from legato.worker.services.errors import (
     reports_errors,
     wrong_role,
 )
+from legato.worker.services.guides import follow_guide
 from legato.worker.services.prefill_call import PrefillCall
 from legato.worker.services.validation import (
     check_address,
@@ -32,6 +33,7 @@ from legato.worker.services.validation import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from legato.text.guide_book import GuideBook
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.identity import Identity
@@ -51,6 +53,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         lifecycle: Lifecycle,
         engine: Engine,
         sender: KvSender,
+        guides: GuideBook,
         *,
         prefix_cache: bool,
     ) -> None:
@@ -58,6 +61,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._lifecycle = lifecycle
         self._engine = engine
         self._sender = sender
+        self._guides = guides
         self._prefix_cache = prefix_cache
 
     @reports_errors
@@ -69,6 +73,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             raise wrong_role("Prefill", self._identity.role)
         request = await _first_command(request_iterator)
         sequence = self._read(request)
+        await follow_guide(self._guides, [sequence])
         try:
             with self._lifecycle.work():
                 mailbox = self._engine.submit(sequence)
