@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import AsyncIterator, Callable
 
+    from legato.text.guide_book import GuideBook
     from legato.worker.forward import Model
     from legato.worker.mailbox import Mailbox
     from legato.worker.sampler import Sampled
@@ -116,6 +117,8 @@ class EnginePair:
         self.release_delay_s = 0.0
         self.parks: random.Random | None = None  # draws who is parked, and resumes after a moment
         self.num_parked = 0
+        self.guides: GuideBook | None = None  # for those who have one
+        self.eos: frozenset[int] = frozenset()
 
         def engine(
             scheduler: PrefillScheduler | CapacityScheduler,
@@ -140,6 +143,19 @@ class EnginePair:
         self.prefill = engine(prefill, self.prefill_cache, None)
         self.decode = engine(self.scheduler, self.cache, KvMover(self.cache, num_slots))
         self._admission = asyncio.Lock()
+
+    def _follow_guide(self, sequence: Sequence) -> None:
+        """As a worker's services do."""
+        params = sequence.params
+        if params.guide is not None:
+            assert self.guides is not None, "set them first"
+            sequence.guide = self.guides.open(
+                params.guide,
+                eos_token_ids=sequence.eos_token_ids,
+                stop_token_ids=params.stop_token_ids,
+                ignore_eos=params.ignore_eos,
+            )
+            sequence.guide.advance(sequence.output_token_ids)
 
     async def ask(
         self,
@@ -212,8 +228,9 @@ class EnginePair:
             await self._listen(first, *self._begin_here(first, tokens, claim))
             return
         prompt = Sequence(
-            list(tokens), len(first.prompt), params, frozenset(), num_answers=len(answers)
+            list(tokens), len(first.prompt), params, self.eos, num_answers=len(answers)
         )
+        self._follow_guide(prompt)
         mailbox = self.prefill.submit(prompt)
         events: list[TokenEvent] = []
         while not events:
@@ -238,7 +255,7 @@ class EnginePair:
             list(tokens),
             len(answer.prompt),
             answer.params,
-            frozenset(),
+            self.eos,
             num_computed=num_found * BLOCK_SIZE,
             block_hashes=hashes,
             hasher=hasher,
@@ -246,6 +263,7 @@ class EnginePair:
             arrival=answer.arrival,
             claim=claim,
         )
+        self._follow_guide(sequence)
         return sequence, self.decode.submit(sequence)
 
     def _land(
@@ -285,7 +303,7 @@ class EnginePair:
                 tokens + answer.token_ids[-1:],
                 len(answer.prompt),
                 answer.params,
-                frozenset(),
+                self.eos,
                 num_computed=len(tokens),
                 block_hashes=hashes,
                 hasher=hasher,
@@ -293,6 +311,7 @@ class EnginePair:
                 arrival=answer.arrival,
                 claim=claim,
             )
+            self._follow_guide(sequence)
             forked = claim is not claims[0]
             mailbox = self.decode.fork(sequence, source) if forked else self.decode.submit(sequence)
             staying.append((answer, sequence, mailbox))
