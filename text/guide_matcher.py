@@ -108,8 +108,10 @@ class GuideMatcher:
 
 def reason_of(text: str) -> str:
     """The sentence in what llguidance says, without the state and the grammar that it adds."""
-    for mark in ("\n<", "\n   "):
-        text = text.partition(mark)[0]
+    _, is_regex, text_of_regex = text.partition("regex parse error:")
+    lines = (text_of_regex if is_regex else text).partition("\n<")[0].splitlines()
+    # Lines that are set in show the place in a text that we may have made ourselves.
+    text = " ".join(line.removeprefix("error: ") for line in lines if not line.startswith("   "))
     return printable(" ".join(text.split())[:_MAX_REASON_CHARS])
 
 

@@ -18,7 +18,7 @@ from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.mover import KvMover
 from legato.worker.kv.row_range import RowRange
 from legato.worker.kv.wire import WireFormat
-from legato.worker.mailbox import ParkedEvent, PreemptedEvent, TokenEvent
+from legato.worker.mailbox import BrokenEvent, ParkedEvent, PreemptedEvent, TokenEvent
 from legato.worker.priority import Priority
 from legato.worker.sampler import launch_sample
 from legato.worker.scheduling.capacity import CapacityLedger
@@ -234,7 +234,9 @@ class EnginePair:
         mailbox = self.prefill.submit(prompt)
         events: list[TokenEvent] = []
         while not events:
-            events = [e for e in await mailbox.take() if isinstance(e, TokenEvent)]
+            taken = await mailbox.take()
+            assert not any(isinstance(e, BrokenEvent) for e in taken), taken
+            events = [e for e in taken if isinstance(e, TokenEvent)]
         assert [e.answer for e in events] == list(range(len(answers))), "not in one go"
         for answer, event in zip(answers, events, strict=True):
             answer.note(event)
@@ -340,6 +342,7 @@ class EnginePair:
                     answer.num_returns += 1
                     returned = True
                 else:
+                    assert not isinstance(event, BrokenEvent), event
                     answer.num_joined += 1
         if self.release_delay_s:
             await asyncio.sleep(self.release_delay_s)
