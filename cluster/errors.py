@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
-
 import grpc
 
 from legato.cluster.error_reasons import Reason
+from legato.protos.printable import shown as shown  # with the errors it is used in
 
-MAX_SHOWN_CHARS = 80  # of one value in a sentence
 UNAVAILABLE_RETRY_MS = 1000  # about what a worker or a router needs to come back
-# Never walks the whole of a huge or deep value.
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 4 * MAX_SHOWN_CHARS
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
 
 
 class RequestError(Exception):
@@ -57,12 +51,6 @@ def unavailable(message: str, reason: Reason = Reason.NOT_SERVED_NOW) -> Request
     return RequestError(
         grpc.StatusCode.UNAVAILABLE, message, retry_after_ms=UNAVAILABLE_RETRY_MS, reason=reason
     )
-
-
-def shown(value: object) -> str:
-    """A value for an error sentence, cut where it is long."""
-    text = _REPR.repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}…"
 
 
 class ServiceError(Exception):

@@ -17,6 +17,7 @@ from legato.cluster.sampling_rules import (
     check_sampling,
     check_token_ids,
     complete_sampling,
+    read_guide,
 )
 from legato.protos import common_pb2
 
@@ -64,6 +65,11 @@ class RequestSpec:
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
+    def is_guided(self) -> bool:
+        """Whether a guide says where an answer may end."""
+        return self.sampling.HasField("guide")
+
+    @property
     def open_answers(self) -> list[int]:
         """Indices of those that are to be served: all, but for a resumed stream's finished ones."""
         if self.resumed is None:
@@ -72,8 +78,8 @@ class RequestSpec:
 
     @functools.cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """Each ends an answer, once it has min_tokens."""
-        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        """Each ends an answer, once it has min_tokens; with a guide, wherever it comes."""
+        eos = () if self.sampling.ignore_eos and not self.is_guided else self.eos_token_ids
         return frozenset(eos).union(self.sampling.stop_token_ids)
 
     def end_after(
@@ -83,7 +89,8 @@ class RequestSpec:
 
         Stop strings are another matter.
         """
-        if last_token_id in self.end_token_ids and num_tokens > self.sampling.min_tokens:
+        may_end = num_tokens > self.sampling.min_tokens or self.is_guided
+        if last_token_id in self.end_token_ids and may_end:
             return common_pb2.FINISH_REASON_STOP
         return common_pb2.FINISH_REASON_LENGTH if num_tokens >= self.max_tokens else None
 
@@ -129,12 +136,14 @@ def parse_request(
         max_tokens = _kept_max_tokens(resumed.max_tokens, len(prompt), limits)
     else:
         max_tokens = _max_tokens(asked, len(prompt), num_answers, limits)
+    eos_token_ids = tuple(i for i in text.eos_token_ids if i < limits.vocab_size)
+    _check_guide(asked, text, limits.vocab_size, eos_token_ids, resumed)
     return RequestSpec(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
         sampling=complete_sampling(asked, max_tokens),
         stop=tuple(request.sampling.stop),
-        eos_token_ids=tuple(i for i in text.eos_token_ids if i < limits.vocab_size),
+        eos_token_ids=eos_token_ids,
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
         cache_salt=request.cache_salt,
         num_answers=num_answers,
@@ -236,6 +245,37 @@ def _kept_max_tokens(settled: int, num_prompt: int, limits: ModelLimits) -> int:
             f"{limits.context_length} tokens leaves"
         )
     return settled
+
+
+def _check_guide(
+    asked: common_pb2.SamplingParams,
+    text: ModelText,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    resumed: Resumption | None,
+) -> None:
+    """Compiles it, and sees that what came of a resumed stream keeps to it."""
+    guide = read_guide(asked)
+    if guide is None:
+        return
+    book, ends = text.guides(vocab_size), {*eos_token_ids, *asked.stop_token_ids}
+    emitted = [()] if resumed is None else [answer.token_ids for answer in resumed.answers]
+    for index, token_ids in enumerate(emitted):
+        try:
+            matcher = book.open(
+                guide,
+                eos_token_ids=eos_token_ids,
+                stop_token_ids=asked.stop_token_ids,
+                ignore_eos=asked.ignore_eos,
+            )
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        last = len(token_ids) - 1
+        before_end = token_ids[:last] if token_ids and token_ids[last] in ends else token_ids
+        try:
+            matcher.advance(before_end)
+        except ValueError as error:
+            raise invalid(f"resume.answers[{index}].token_ids: {error}") from None
 
 
 def _too_large(num_prompt: int, max_tokens: int, num_answers: int, limits: ModelLimits) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.errors import invalid
 from legato.protos import common_pb2
+from legato.text.guide import Guide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,6 +78,7 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         if not 0 <= count <= MAX_LOGPROBS:
             raise invalid(f"sampling.{name} is {count}, limit [0, {MAX_LOGPROBS}]")
     _check_stop(asked)
+    read_guide(asked)
     _check_count("sampling.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, vocab_size)
     _check_count("sampling.logit_bias", len(asked.logit_bias), MAX_LOGIT_BIAS)
@@ -86,6 +88,20 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
             raise invalid(
                 f"sampling.logit_bias[{token_id}] is {shown_float(bias)}, limit [-100, 100]"
             )
+
+
+def read_guide(asked: common_pb2.SamplingParams) -> Guide | None:
+    """The guide, where there is one; whether it compiles is another matter.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming field, value and limit.
+    """
+    if not asked.HasField("guide"):
+        return None
+    try:
+        return Guide.read(asked.guide)
+    except ValueError as error:
+        raise invalid(str(error)) from None
 
 
 def complete_sampling(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.text.guide_matcher import GuideError
 from legato.worker.broken_steps import BrokenSteps
 from legato.worker.commands import (
     CommandQueue,
@@ -22,6 +23,7 @@ from legato.worker.commands import (
 )
 from legato.worker.engine_stats import EngineStats
 from legato.worker.flight import Flight
+from legato.worker.guide_masks import GuideMasks
 from legato.worker.layer_signal import LayerSignal
 from legato.worker.local_prefill import LocalPrefill
 from legato.worker.mailbox import (
@@ -46,8 +48,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as SequenceOf
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from legato.worker.commands import Command
     from legato.worker.forward import Model
+    from legato.worker.guide_masks import PendingMasks
     from legato.worker.kv.cache import KvCache
     from legato.worker.kv.mover import KvMover
     from legato.worker.logits import Logits
@@ -118,6 +124,7 @@ class Engine:
         self._num_returned = 0
         self._local_prefill = LocalPrefill()
         self._broken_steps = BrokenSteps()
+        self._guide_masks = GuideMasks()
         self._finished_at_s = 0.0
         self._step_now: _StepNow | None = None  # replaced as a whole: a reader sees one step
         # Of the event loop:
@@ -221,6 +228,7 @@ class Engine:
             _log.critical("the engine failed", exc_info=error)
             self._outbox.call(self.fail, error)
         finally:
+            self._guide_masks.close()
             self._outbox.call(LayerSignal.close, self._layers)
 
     def _loop_over_steps(self) -> None:
@@ -302,6 +310,9 @@ class Engine:
             started_at_s = time.perf_counter()
 
         sequences = [part.sequence for part in step.parts if part.samples]
+        reads_before = any(s.guide is not None and s.num_unread for s in sequences)
+        # While the model runs, where what was emitted is known.
+        masks = None if reads_before else self._guide_masks.begin(sequences)
         reports, watched = self._layers.begin(step, before)
         sampled, scores, model_s = None, None, 0.0
         if step.parts:
@@ -311,9 +322,14 @@ class Engine:
             scores = logits.scores
             if scores is not None:
                 scores.fetch()
-            if sequences:
-                sampled = self._sample_rows(logits, sequences)
         self._scheduler.commit(step)
+        if sequences:
+            if reads_before:
+                # The device has work; only what it is to choose from waits for the last tokens.
+                assert before is not None, "an unread token is of a step under way"
+                self._finish(before)
+                masks = self._guide_masks.begin([s for s in sequences if self._is_wanted(s)])
+            sampled = self._sample_rows(logits, sequences, masks)
         for sequence in sequences:
             sequence.num_unread += 1
         return Flight(
@@ -326,16 +342,31 @@ class Engine:
             sequence.first_step_at_s = now_s
         self._outbox.publish([(s, JoinedEvent()) for s in joined])
 
-    def _sample_rows(self, logits: Logits, sequences: list[Sequence]) -> PendingTokens:
+    def _sample_rows(
+        self, logits: Logits, sequences: list[Sequence], masks: PendingMasks | None
+    ) -> PendingTokens:
         """For each sequence a row for each of its answers, of the same logits."""
         counts = [sequence.num_answers for sequence in sequences]
         if max(counts) > 1:
             logits = logits.take([row for row, n in enumerate(counts) for _ in range(n)])
-        rows = [SamplingRow.of(s, answer) for s in sequences for answer in range(s.num_answers)]
+        allowed: dict[Sequence, NDArray[np.int32]] = {}
+        for sequence, mask in (masks.collect() if masks is not None else {}).items():
+            if isinstance(mask, GuideError):
+                sequence.guide_failure = str(mask)  # its row is of no use
+            else:
+                allowed[sequence] = mask
+        rows = [
+            SamplingRow.of(sequence, answer, allowed.get(sequence))
+            for sequence in sequences
+            for answer in range(sequence.num_answers)
+        ]
         return self._sample(logits, rows)
 
     def _finish(self, flight: Flight) -> None:
-        """Waits for a step's tokens and hands them out."""
+        """Waits for a step's tokens and hands them out, once."""
+        if flight.finished:
+            return
+        flight.finished = True
         collected = flight.collect()
         if flight.sampled is None:  # nothing was read, so nothing was waited for
             self._runner.wait()
@@ -395,6 +426,10 @@ class Engine:
     ) -> SequenceOf[EngineEvent]:
         """`sampled`: one for each of the sequence's answers."""
         index = sequence.num_output_tokens
+        if sequence.guide_failure is not None:
+            sequence.finish_reason = FinishReason.BROKEN
+            self._scheduler.remove(sequence)
+            return [BrokenEvent(index, sequence.guide_failure)]
         tokens = [token for token in sampled if token is not None]
         scores = sequence.prompt_scores
         if len(tokens) < len(sampled) or (scores is not None and scores.broken):

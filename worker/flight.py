@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from legato.worker.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Flight:
     """Where steps overlap, the next one is launched before this one is read."""
 
@@ -31,6 +31,7 @@ class Flight:
     reports: LayerReports | None  # None: nobody waits for its rows
     watched: list[KvProgress]  # those whose rows it writes, or may have written for another
     scores: ScoredRows | None = None  # of prompts that want them
+    finished: bool = False  # its tokens were read and handed out
 
     @property
     def reads_output(self) -> bool:

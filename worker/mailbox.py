@@ -36,11 +36,12 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class BrokenEvent:
-    """The model gave no usable logits: the answer ends without the token at `index`. Of a prefilled
-    sequence with several answers, all of them.
+    """The answer ends without the token at `index`: the model gave no usable logits, or its guide
+    cannot go on. Of a prefilled sequence with several answers, all of them.
     """
 
     index: int  # in the answer, from 0
+    guide_failure: str | None = None  # why, where it is the guide's
 
 
 @dataclass(frozen=True)

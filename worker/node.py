@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2_grpc
+from legato.text.guide_book import GuideBook
 from legato.worker.engine import Engine
 from legato.worker.handoff.receiver import KvReceiver
 from legato.worker.handoff.room_notes import RoomNotes
@@ -34,11 +35,13 @@ from legato.worker.services.prefill import PrefillService
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+    from pathlib import Path
 
     import grpc
 
     from legato.protos import common_pb2
     from legato.protos.tracing import Tracing
+    from legato.text.guide_vocabulary import GuideVocabulary
     from legato.worker.config import WorkerConfig
     from legato.worker.engine import SampleFunction
     from legato.worker.kv_budget import KvBudget
@@ -63,6 +66,7 @@ class WorkerNode:
     pager: KvPager
     sender: KvSender
     transfers: TransferCounters
+    guides: GuideBook
     prefix_cache: bool
     shared_memory: bool  # whether KV may go that way
 
@@ -149,6 +153,7 @@ class WorkerNode:
             pager=pager,
             sender=KvSender(identity, pager, pager.wire, transfers, new_memory),
             transfers=transfers,
+            guides=GuideBook(lambda: _vocabulary(loaded.source, model.vocab_size)),
             prefix_cache=config.prefix_cache,
             shared_memory=shared_memory,
         )
@@ -180,6 +185,7 @@ class WorkerNode:
                 self.lifecycle,
                 self.engine,
                 self.sender,
+                self.guides,
                 prefix_cache=self.prefix_cache,
                 tracing=tracing,
             ),
@@ -192,6 +198,7 @@ class WorkerNode:
                 self.engine,
                 self.tickets,
                 self.sender,
+                self.guides,
                 prefix_cache=self.prefix_cache,
                 tracing=tracing,
             ),
@@ -212,6 +219,13 @@ class WorkerNode:
             server,
         )
         return links
+
+
+def _vocabulary(source: Path, vocab_size: int) -> GuideVocabulary:
+    # Here, because a worker without guides needs no tokenizer.
+    from legato.text.guide_vocabulary import GuideVocabulary
+
+    return GuideVocabulary.load(source, vocab_size)
 
 
 def _context_length(config: WorkerConfig, model_limit: int) -> int:

@@ -12,10 +12,13 @@ from legato.kernels.counter_rng import signed_seed
 from legato.kernels.logprobs import logprobs
 from legato.kernels.penalties import RowChanges, change_logits, row_changes
 from legato.kernels.rows import take_rows
+from legato.kernels.token_mask import mask_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from legato.worker.logits import Logits
@@ -32,9 +35,15 @@ class SamplingRow:
     output_token_ids: Sequence[int]  # emitted so far, as far as they are known
     banned_token_ids: frozenset[int]  # EOS and stop tokens while min_tokens is not reached
     num_unread: int = 0  # sampled tokens whose values have not come back from the device
+    allowed: NDArray[np.int32] | None = None  # by its guide, as `mask_tokens` takes it; None: all
 
     @classmethod
-    def of(cls, sequence: RunningSequence, answer: int = 0) -> SamplingRow:
+    def of(
+        cls,
+        sequence: RunningSequence,
+        answer: int = 0,
+        allowed: NDArray[np.int32] | None = None,
+    ) -> SamplingRow:
         """The row of a sequence as it stands, for one of its answers."""
         return cls(
             params=sequence.params.for_answer(answer),
@@ -42,6 +51,7 @@ class SamplingRow:
             output_token_ids=sequence.output_token_ids,
             banned_token_ids=sequence.banned_token_ids,
             num_unread=sequence.num_unread,
+            allowed=allowed,
         )
 
     @property
@@ -80,11 +90,12 @@ def sample(logits: Logits, rows: Sequence[SamplingRow]) -> list[Sampled | None]:
 def launch_sample(logits: Logits, rows: Sequence[SamplingRow]) -> PendingTokens:
     """Chooses one token a row.
 
-    A row is worked on in this order: bias, repetition penalty, presence and frequency penalties,
-    bans; then the most likely token where the request is greedy, else a draw with the number that
-    (seed, output index) names. Logprobs are those of the untouched logits. Where the bans would
-    leave no token at all (a tiny vocabulary), they are lifted for that token. All rows are worked
-    on at once; a row's result has the same bits in any company.
+    A row is worked on in this order: its guide's mask, bias, repetition penalty, presence and
+    frequency penalties, bans; then the most likely token where the request is greedy, else a draw
+    with the number that (seed, output index) names. Logprobs are those of the untouched logits.
+    Where the bans would leave no token at all (a tiny vocabulary, or a guide that allows nothing
+    else), they are lifted for that token. All rows are worked on at once; a row's result has the
+    same bits in any company.
 
     Args:
         logits: [R, vocab_size]; left as they are, and free when this returns.
@@ -94,18 +105,21 @@ def launch_sample(logits: Logits, rows: Sequence[SamplingRow]) -> PendingTokens:
     if values.shape[0] != len(rows):
         raise ValueError(f"logits have {values.shape[0]} rows for {len(rows)} requests")
     changes = {r: change for r, row in enumerate(rows) if (change := _changes(row)) is not None}
-    greedy = all(row.params.greedy for row in rows) and not changes
-    if greedy or changes:
+    masks = {r: row.allowed for r, row in enumerate(rows) if row.allowed is not None}
+    changed_rows = bool(changes or masks)
+    greedy = all(row.params.greedy for row in rows) and not changed_rows
+    if greedy or changed_rows:
         best = argmax(values) if logits.best is None else logits.best.clone()
     if greedy:
         tokens = best
     else:
         changed = values
-        if changes:
+        if changed_rows:
             changed = _rows(values, range(len(rows)))
+            mask_tokens(changed, masks)
             change_logits(changed, changes)
         tokens = choose(changed, _choices(rows, values.device))
-        if changes:  # a ban may have hidden what is broken
+        if changed_rows:  # a mask or a ban may have hidden what is broken
             tokens = tokens.where(best >= 0, -1)
     return _Launched(tokens, _Logprobs.of(values, tokens, rows))
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.protos import common_pb2
+    from legato.text.guide import Guide
 
 GREEDY_BELOW = 1e-5  # temperatures under this would overflow fp32 logits; they mean greedy
 
@@ -31,7 +32,11 @@ class SamplingParams:
     logprobs: int | None  # None: none; k: the token's own and the k best
     stop_token_ids: frozenset[int]
     logit_bias: Mapping[int, float]
+<<<<<<< HEAD
     prompt_logprobs: int | None = None  # of each prompt token: as `logprobs`
+=======
+    guide: Guide | None = None  # what the answer's text must be
+>>>>>>> i7-guided
 
     @property
     def greedy(self) -> bool:
@@ -75,7 +80,9 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
-        """Reads a complete message; raises ValueError naming a field that is not set."""
+        """Reads a complete message; raises ValueError naming a field that is not set, or what is
+        wrong with the guide.
+        """
         for name in (
             "max_tokens",
             "temperature",
@@ -106,7 +113,20 @@ class SamplingParams:
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             logit_bias=dict(message.logit_bias),
+<<<<<<< HEAD
             prompt_logprobs=(
                 message.prompt_logprobs if message.HasField("prompt_logprobs") else None
             ),
+=======
+            guide=read_guide(message),
+>>>>>>> i7-guided
         )
+
+
+def read_guide(message: common_pb2.SamplingParams) -> Guide | None:
+    """Raises ValueError naming field, value and limit."""
+    if not message.HasField("guide"):
+        return None
+    from legato.text.guide import Guide  # llguidance, which most workers never need
+
+    return Guide.read(message.guide)

@@ -10,6 +10,7 @@ from legato.worker.prompt_scores import PromptScores
 
 if TYPE_CHECKING:
     from legato.protos.prefix_hash import PrefixHasher
+    from legato.text.guide_matcher import GuideMatcher
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.progress import KvProgress
     from legato.worker.sampling_params import SamplingParams
@@ -74,6 +75,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     lease: BlockLease | None = None
     progress: KvProgress | None = None  # in prefill, of who wants the rows as they come
+    guide: GuideMatcher | None = None  # where `params` has one
+    guide_failure: str | None = None  # why it cannot go on: the sequence ends without another token
     state: SequenceState = SequenceState.WAITING
     arrival: int = 0  # the lesser came first to the router
     claim: Claim | None = None  # on a decode worker's pool; knows priority and preemptions
@@ -90,7 +93,9 @@ class Sequence:
     prompt_scores: PromptScores | None = field(init=False)  # where the request wants them
 
     def __post_init__(self) -> None:
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        # With a guide EOS comes only where it may: see `end_with`.
+        ignores = self.params.ignore_eos and self.params.guide is None
+        eos = frozenset() if ignores else self.eos_token_ids
         self.end_token_ids = eos | self.params.stop_token_ids
         self.block_hashes = list(self.block_hashes)  # its own: decode appends to it
         self.prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
@@ -145,6 +150,8 @@ class Sequence:
     def end_with(self, token_id: int) -> FinishReason | None:
         """Why the answer would end, were this its next token; None where it goes on."""
         index = self.num_output_tokens
-        if token_id in self.end_token_ids and index >= self.params.min_tokens:
+        # Before min_tokens a guide lets one of these come only where nothing else can.
+        may_end = index >= self.params.min_tokens or self.params.guide is not None
+        if token_id in self.end_token_ids and may_end:
             return FinishReason.STOP
         return FinishReason.LENGTH if index + 1 >= self.params.max_tokens else None

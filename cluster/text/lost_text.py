@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tokenizers import decoders, models, pre_tokenizers
 
 from legato.cluster.errors import invalid
-from legato.cluster.text.sentencepiece_bpe import SPACE
-from legato.cluster.text.token_table import BYTE_ALPHABET
+from legato.text.sentencepiece_bpe import SPACE
+from legato.text.token_bytes import BYTE_ALPHABET
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,18 +11,18 @@ from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError, invalid
 from legato.cluster.text.chat_template import ChatTemplate
 from legato.cluster.text.detokenizer import Detokenizer
-from legato.cluster.text.gguf_text import load_gguf_text
-from legato.cluster.text.hf_text import load_hf_text
 from legato.cluster.text.safe_encoder import SafeEncoder
 from legato.cluster.text.token_table import TokenTable
-from legato.protos.printable import printable
+from legato.text.guide_book import GuideBook
+from legato.text.guide_vocabulary import GuideVocabulary
+from legato.text.load_text import load_text_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from legato.cluster.text.text_parts import TextParts
     from legato.protos import generation_pb2
+    from legato.text.text_parts import TextParts
 
 CHAT_ROLES = ("system", "user", "assistant")
 
@@ -50,6 +51,8 @@ class ModelText:
         self._no_template_reason = parts.no_template_reason
         self._table = TokenTable(parts.tokenizer, parts.special_ids)
         self.num_tokens = len(self._table)
+        self._guides: dict[int, GuideBook] = {}
+        self._lock = threading.Lock()
         self.max_chars_per_token = self._table.longest_token
         # From here on the tokenizer holds the encoder's aliases too.
         self._encoder = SafeEncoder(parts.tokenizer, parts.special_ids, self._table.last_id)
@@ -68,19 +71,16 @@ class ModelText:
         Raises:
             ValueError: naming the file and what is wrong with it.
         """
-        load: Callable[[Path], TextParts]
-        if path.is_dir():
-            load = load_hf_text
-        elif path.is_file() and path.suffix == ".gguf":
-            load = load_gguf_text
-        else:
-            raise ValueError(f"{path}: no model there; a folder or a .gguf file is needed")
-        try:
-            return cls(load(path))
-        except ValueError as error:
-            if str(error).startswith(str(path)):
-                raise
-            raise ValueError(f"{path}: {printable(str(error))}") from error
+        return cls(load_text_parts(path))
+
+    def guides(self, vocab_size: int) -> GuideBook:
+        """For guides over a model whose logits have that size."""
+        with self._lock:
+            book = self._guides.get(vocab_size)
+            if book is None:
+                book = GuideBook(lambda: GuideVocabulary(self._table.token_bytes(vocab_size)))
+                self._guides = {vocab_size: book}  # a service has one model
+            return book
 
     def encode_text(
         self, text: str, *, parse_special_tokens: bool = False, add_bos: bool = True

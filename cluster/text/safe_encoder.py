@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken
 
 from legato.cluster.errors import invalid, shown
-from legato.cluster.text.library_errors import library_errors
 from legato.cluster.text.lost_text import LostText
+from legato.text.library_errors import library_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

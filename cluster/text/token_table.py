@@ -6,24 +6,15 @@ from typing import TYPE_CHECKING
 
 from tokenizers import decoders
 
-from legato.cluster.text.library_errors import library_errors
+from legato.text.library_errors import library_errors
+from legato.text.token_bytes import byte_level_bytes, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tokenizers import Tokenizer
 
-
-def byte_alphabet() -> dict[str, int]:
-    """The byte that each printable stand-in character of byte-level BPE means."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(byte): byte for byte in printable}
-    for shift, byte in enumerate(byte for byte in range(256) if chr(byte) not in table):
-        table[chr(256 + shift)] = byte
-    return table
-
-
-BYTE_ALPHABET = byte_alphabet()
+    from legato.text.token_bytes import TokenBytes
 
 
 class TokenTable:
@@ -57,7 +48,7 @@ class TokenTable:
         """Byte-level only: the UTF-8 that the token adds to an answer's text."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = _as_bytes(self.answer_token(token_id) or "")
+            known = self._bytes[token_id] = byte_level_bytes(self.answer_token(token_id) or "")
         return known
 
     def join(self, tokens: Sequence[str]) -> str:
@@ -72,6 +63,10 @@ class TokenTable:
         tokens = [self.answer_token(token_id) for token_id in token_ids]
         return self.join([token for token in tokens if token is not None])
 
+    def token_bytes(self, vocab_size: int) -> TokenBytes:
+        """What each token adds to an answer; raises ValueError where that depends on others."""
+        return token_bytes(self._texts, self._special_ids, self._decoder, vocab_size)
+
     def token_text(self, token_id: int) -> str:
         """One token for people to read."""
         token = self._texts.get(token_id)
@@ -80,13 +75,5 @@ class TokenTable:
         if token_id in self._special_ids:
             return token
         if self.byte_level:
-            return _as_bytes(token).decode("utf-8", errors="replace")
+            return byte_level_bytes(token).decode("utf-8", errors="replace")
         return token.replace("\u2581", " ")  # SentencePiece's visible space
-
-
-def _as_bytes(token: str) -> bytes:
-    # Added tokens are written as plain text: a character outside the alphabet says so.
-    try:
-        return bytes([BYTE_ALPHABET[char] for char in token])
-    except KeyError:
-        return token.encode("utf-8")

@@ -18,7 +18,7 @@ from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.mover import KvMover
 from legato.worker.kv.row_range import RowRange
 from legato.worker.kv.wire import WireFormat
-from legato.worker.mailbox import ParkedEvent, PreemptedEvent, TokenEvent
+from legato.worker.mailbox import BrokenEvent, ParkedEvent, PreemptedEvent, TokenEvent
 from legato.worker.priority import Priority
 from legato.worker.sampler import launch_sample
 from legato.worker.scheduling.capacity import CapacityLedger
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import AsyncIterator, Callable
 
+    from legato.text.guide_book import GuideBook
     from legato.worker.forward import Model
     from legato.worker.mailbox import Mailbox
     from legato.worker.sampler import Sampled
@@ -116,6 +117,8 @@ class EnginePair:
         self.release_delay_s = 0.0
         self.parks: random.Random | None = None  # draws who is parked, and resumes after a moment
         self.num_parked = 0
+        self.guides: GuideBook | None = None  # for those who have one
+        self.eos: frozenset[int] = frozenset()
 
         def engine(
             scheduler: PrefillScheduler | CapacityScheduler,
@@ -140,6 +143,19 @@ class EnginePair:
         self.prefill = engine(prefill, self.prefill_cache, None)
         self.decode = engine(self.scheduler, self.cache, KvMover(self.cache, num_slots))
         self._admission = asyncio.Lock()
+
+    def _follow_guide(self, sequence: Sequence) -> None:
+        """As a worker's services do."""
+        params = sequence.params
+        if params.guide is not None:
+            assert self.guides is not None, "set them first"
+            sequence.guide = self.guides.open(
+                params.guide,
+                eos_token_ids=sequence.eos_token_ids,
+                stop_token_ids=params.stop_token_ids,
+                ignore_eos=params.ignore_eos,
+            )
+            sequence.guide.advance(sequence.output_token_ids)
 
     async def ask(
         self,
@@ -212,12 +228,15 @@ class EnginePair:
             await self._listen(first, *self._begin_here(first, tokens, claim))
             return
         prompt = Sequence(
-            list(tokens), len(first.prompt), params, frozenset(), num_answers=len(answers)
+            list(tokens), len(first.prompt), params, self.eos, num_answers=len(answers)
         )
+        self._follow_guide(prompt)
         mailbox = self.prefill.submit(prompt)
         events: list[TokenEvent] = []
         while not events:
-            events = [e for e in await mailbox.take() if isinstance(e, TokenEvent)]
+            taken = await mailbox.take()
+            assert not any(isinstance(e, BrokenEvent) for e in taken), taken
+            events = [e for e in taken if isinstance(e, TokenEvent)]
         assert [e.answer for e in events] == list(range(len(answers))), "not in one go"
         for answer, event in zip(answers, events, strict=True):
             answer.note(event)
@@ -238,7 +257,7 @@ class EnginePair:
             list(tokens),
             len(answer.prompt),
             answer.params,
-            frozenset(),
+            self.eos,
             num_computed=num_found * BLOCK_SIZE,
             block_hashes=hashes,
             hasher=hasher,
@@ -246,6 +265,7 @@ class EnginePair:
             arrival=answer.arrival,
             claim=claim,
         )
+        self._follow_guide(sequence)
         return sequence, self.decode.submit(sequence)
 
     def _land(
@@ -285,7 +305,7 @@ class EnginePair:
                 tokens + answer.token_ids[-1:],
                 len(answer.prompt),
                 answer.params,
-                frozenset(),
+                self.eos,
                 num_computed=len(tokens),
                 block_hashes=hashes,
                 hasher=hasher,
@@ -293,6 +313,7 @@ class EnginePair:
                 arrival=answer.arrival,
                 claim=claim,
             )
+            self._follow_guide(sequence)
             forked = claim is not claims[0]
             mailbox = self.decode.fork(sequence, source) if forked else self.decode.submit(sequence)
             staying.append((answer, sequence, mailbox))
@@ -321,6 +342,7 @@ class EnginePair:
                     answer.num_returns += 1
                     returned = True
                 else:
+                    assert not isinstance(event, BrokenEvent), event
                     answer.num_joined += 1
         if self.release_delay_s:
             await asyncio.sleep(self.release_delay_s)

@@ -8,7 +8,7 @@ from gguf_files import demo_gguf, gguf_bytes, smollm_metadata, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from legato.cluster.text.gguf_metadata import MAX_ARRAY_ITEMS, read_gguf_metadata
+from legato.text.gguf_metadata import MAX_ARRAY_ITEMS, read_gguf_metadata
 
 if TYPE_CHECKING:
     from pathlib import Path

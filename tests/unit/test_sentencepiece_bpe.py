@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from legato.cluster.text.sentencepiece_bpe import (
+from legato.text.sentencepiece_bpe import (
     BYTE,
     CONTROL,
     NORMAL,

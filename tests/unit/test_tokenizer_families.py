@@ -14,9 +14,9 @@ from text_folders import SPECIAL, write_folder
 from transformers import AutoTokenizer
 
 from legato.cluster.errors import RequestError
-from legato.cluster.text.hf_class import tokenizer_class
 from legato.cluster.text.model_text import ModelText
 from legato.protos import generation_pb2
+from legato.text.hf_class import tokenizer_class
 
 if TYPE_CHECKING:
     from pathlib import Path

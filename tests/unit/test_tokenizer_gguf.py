@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tiny_models import CHAT_TEMPLATE, byte_alphabet
 
 from legato.cluster.errors import RequestError
-from legato.cluster.text.gguf_metadata import read_gguf_metadata
 from legato.cluster.text.model_text import ModelText
-from legato.cluster.text.word_split import WORD_SPLITS
 from legato.protos import generation_pb2
+from legato.text.gguf_metadata import read_gguf_metadata
+from legato.text.word_split import WORD_SPLITS
 
 if TYPE_CHECKING:
     from pathlib import Path

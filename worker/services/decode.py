@@ -15,13 +15,18 @@ from legato.worker.services.call_limit import limited
 from legato.worker.services.decode_call import DecodeCall
 from legato.worker.services.decode_request import DecodeRequest
 from legato.worker.services.errors import CallError, invalid, reports_errors, wrong_role
+from legato.worker.services.guides import follow_guide, open_guide
 from legato.worker.services.validation import read_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+<<<<<<< HEAD
     from legato.protos.tracing import Tracing
     from legato.worker.call_trace import CallTrace
+=======
+    from legato.text.guide_book import GuideBook
+>>>>>>> i7-guided
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.handoff.tickets import AttemptKey, Ticket, TicketBook
@@ -41,6 +46,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         engine: Engine,
         tickets: TicketBook,
         sender: KvSender,
+        guides: GuideBook,
         *,
         prefix_cache: bool,
         tracing: Tracing | None = None,
@@ -50,6 +56,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._engine = engine
         self._tickets = tickets
         self._sender = sender
+        self._guides = guides
         self._prefix_cache = prefix_cache
         self._tracing = tracing
 
@@ -65,7 +72,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         reserve = (await _next_command(request_iterator, "reserve")).reserve
         key = read_key(reserve.key)
         request = DecodeRequest.read(reserve, self._identity, prefix_cache=self._prefix_cache)
+<<<<<<< HEAD
         trace = begin_call(self._tracing, "decode", context, reserve.key)
+=======
+        await open_guide(self._guides, request.params, request.eos_token_ids)
+>>>>>>> i7-guided
         try:
             with self._lifecycle.work():
                 ticket = self._reserve(key, request)
@@ -106,6 +117,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         trace.note("ticket", blocks=granted.blocks, cached_tokens=granted.cached_tokens)
         start = (await _next_command(commands, "start")).start
         sequences = request.sequences(start)
+        await follow_guide(self._guides, sequences.values())
         num_layers = self._identity.kv_shape.num_layers
         call = DecodeCall(
             self._engine,

@@ -19,7 +19,7 @@ from legato.worker.mailbox import (
     PreemptedEvent,
     TokenEvent,
 )
-from legato.worker.services.errors import CallError, invalid, no_usable_logits
+from legato.worker.services.errors import CallError, broken, invalid
 from legato.worker.services.messages import first_token_message, tokens_message
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class DecodeCall:
                         return
                     await self._write(message)
             if isinstance(last, BrokenEvent):
-                raise no_usable_logits(last)
+                raise broken(last)
             if isinstance(last, PreemptedEvent) and self._awaits_first:
                 # Nothing came of it that another attempt could go on from.
                 raise CallError(

@@ -41,14 +41,23 @@ def invalid(message: str) -> CallError:
     return CallError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def no_usable_logits(event: BrokenEvent) -> CallError:
-    """INTERNAL, and no other worker is to try: the model is the same everywhere."""
+def broken(event: BrokenEvent) -> CallError:
+    """No other worker is to try: model and guide are the same everywhere. INVALID_ARGUMENT where
+    it is the guide, else INTERNAL.
+    """
+    if event.guide_failure is not None:
+        return wrong_guide(event.guide_failure)
     return CallError(
         grpc.StatusCode.INTERNAL,
         "the model gave no usable logits for this request: NaN or infinite values at output "
         f"position {event.index} (from 0)",
         trailer=NEVER_RETRY,
     )
+
+
+def wrong_guide(reason: str) -> CallError:
+    """INVALID_ARGUMENT, and no other worker is to try: the guide is the same everywhere."""
+    return CallError(grpc.StatusCode.INVALID_ARGUMENT, reason, trailer=NEVER_RETRY)
 
 
 def wrong_role(rpc: str, role: str) -> CallError:

@@ -19,6 +19,7 @@ from legato.worker.services.errors import (
     reports_errors,
     wrong_role,
 )
+from legato.worker.services.guides import follow_guide
 from legato.worker.services.prefill_call import PrefillCall
 from legato.worker.services.validation import (
     check_address,
@@ -33,7 +34,11 @@ from legato.worker.services.validation import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+<<<<<<< HEAD
     from legato.protos.tracing import Tracing
+=======
+    from legato.text.guide_book import GuideBook
+>>>>>>> i7-guided
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.identity import Identity
@@ -53,6 +58,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         lifecycle: Lifecycle,
         engine: Engine,
         sender: KvSender,
+        guides: GuideBook,
         *,
         prefix_cache: bool,
         tracing: Tracing | None = None,
@@ -61,6 +67,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._lifecycle = lifecycle
         self._engine = engine
         self._sender = sender
+        self._guides = guides
         self._prefix_cache = prefix_cache
         self._tracing = tracing
 
@@ -73,7 +80,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             raise wrong_role("Prefill", self._identity.role)
         request = await _first_command(request_iterator)
         sequence = self._read(request)
+<<<<<<< HEAD
         trace = begin_call(self._tracing, "prefill", context, request.key)
+=======
+        await follow_guide(self._guides, [sequence])
+>>>>>>> i7-guided
         try:
             with self._lifecycle.work():
                 mailbox = self._engine.submit(sequence)

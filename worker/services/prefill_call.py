@@ -9,7 +9,7 @@ from legato.protos import worker_pb2
 from legato.worker.call_trace import NOT_TRACED
 from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
-from legato.worker.services.errors import invalid, no_usable_logits
+from legato.worker.services.errors import broken, invalid
 from legato.worker.services.messages import first_token_message
 from legato.worker.services.validation import check_address
 
@@ -132,7 +132,7 @@ class PrefillCall:
         while len(tokens) < self._sequence.num_answers:
             for event in await self._mailbox.take():
                 if isinstance(event, BrokenEvent):
-                    raise no_usable_logits(event)
+                    raise broken(event)
                 if isinstance(event, TokenEvent):
                     tokens[event.answer] = event
         return [tokens[answer] for answer in range(self._sequence.num_answers)]

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from legato.cluster.errors import shown
-from legato.cluster.text.hf_class import apply_class, class_names, tokenizer_class
-from legato.cluster.text.library_errors import library_errors
-from legato.cluster.text.text_parts import TextParts
-from legato.protos.printable import printable
+from legato.protos.printable import printable, shown
+from legato.text.hf_class import apply_class, class_names, tokenizer_class
+from legato.text.library_errors import library_errors
+from legato.text.text_parts import TextParts
 
 if TYPE_CHECKING:
     from pathlib import Path

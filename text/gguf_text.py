@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from legato.cluster.errors import shown
-from legato.cluster.text.gguf_metadata import read_gguf_metadata
-from legato.cluster.text.library_errors import library_errors
-from legato.cluster.text.sentencepiece_bpe import CONTROL, UNKNOWN, USER_DEFINED, sentencepiece_bpe
-from legato.cluster.text.text_parts import TextParts
-from legato.cluster.text.word_split import WORD_SPLITS
+from legato.protos.printable import shown
+from legato.text.gguf_metadata import read_gguf_metadata
+from legato.text.library_errors import library_errors
+from legato.text.sentencepiece_bpe import CONTROL, UNKNOWN, USER_DEFINED, sentencepiece_bpe
+from legato.text.text_parts import TextParts
+from legato.text.word_split import WORD_SPLITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from legato.cluster.text.gguf_metadata import GgufValue
+    from legato.text.gguf_metadata import GgufValue
 
 Scalar = TypeVar("Scalar", str, int, bool)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from legato.cluster.text.sentencepiece_bpe import SPACE
-from legato.cluster.text.word_split import gpt2_split, qwen2_split
+from legato.text.sentencepiece_bpe import SPACE
+from legato.text.word_split import gpt2_split, qwen2_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from legato.cluster.errors import shown
+from legato.protos.printable import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

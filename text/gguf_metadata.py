@@ -6,8 +6,7 @@ import mmap
 import struct
 from typing import TYPE_CHECKING, TypeAlias
 
-from legato.cluster.errors import shown
-from legato.protos.printable import printable
+from legato.protos.printable import printable, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
