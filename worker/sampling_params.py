@@ -32,11 +32,8 @@ class SamplingParams:
     logprobs: int | None  # None: none; k: the token's own and the k best
     stop_token_ids: frozenset[int]
     logit_bias: Mapping[int, float]
-<<<<<<< HEAD
     prompt_logprobs: int | None = None  # of each prompt token: as `logprobs`
-=======
     guide: Guide | None = None  # what the answer's text must be
->>>>>>> i7-guided
 
     @property
     def greedy(self) -> bool:
@@ -113,13 +110,10 @@ class SamplingParams:
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             logit_bias=dict(message.logit_bias),
-<<<<<<< HEAD
             prompt_logprobs=(
                 message.prompt_logprobs if message.HasField("prompt_logprobs") else None
             ),
-=======
             guide=read_guide(message),
->>>>>>> i7-guided
         )
 
 

@@ -21,12 +21,9 @@ from legato.worker.services.validation import read_key
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-<<<<<<< HEAD
     from legato.protos.tracing import Tracing
     from legato.worker.call_trace import CallTrace
-=======
     from legato.text.guide_book import GuideBook
->>>>>>> i7-guided
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.handoff.tickets import AttemptKey, Ticket, TicketBook
@@ -72,11 +69,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         reserve = (await _next_command(request_iterator, "reserve")).reserve
         key = read_key(reserve.key)
         request = DecodeRequest.read(reserve, self._identity, prefix_cache=self._prefix_cache)
-<<<<<<< HEAD
-        trace = begin_call(self._tracing, "decode", context, reserve.key)
-=======
         await open_guide(self._guides, request.params, request.eos_token_ids)
->>>>>>> i7-guided
+        trace = begin_call(self._tracing, "decode", context, reserve.key)
         try:
             with self._lifecycle.work():
                 ticket = self._reserve(key, request)

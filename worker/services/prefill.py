@@ -34,11 +34,8 @@ from legato.worker.services.validation import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-<<<<<<< HEAD
     from legato.protos.tracing import Tracing
-=======
     from legato.text.guide_book import GuideBook
->>>>>>> i7-guided
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.identity import Identity
@@ -80,11 +77,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             raise wrong_role("Prefill", self._identity.role)
         request = await _first_command(request_iterator)
         sequence = self._read(request)
-<<<<<<< HEAD
-        trace = begin_call(self._tracing, "prefill", context, request.key)
-=======
         await follow_guide(self._guides, [sequence])
->>>>>>> i7-guided
+        trace = begin_call(self._tracing, "prefill", context, request.key)
         try:
             with self._lifecycle.work():
                 mailbox = self._engine.submit(sequence)
