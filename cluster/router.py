@@ -15,6 +15,7 @@ import grpc
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
+from legato.cluster.credentials import Credentials
 from legato.cluster.deadline import Deadline
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
@@ -123,12 +124,14 @@ class Router:
         self.version = version
         self.owner_pid = owner_pid
         self.owner_host = owner_host
+        self.credentials = None if options.token_file is None else Credentials(options.token_file)
         self.counters = Counters()
         self.started_at = time.monotonic()
         self._log = RequestLog(options.request_log)
         self.pool = PoolView(
             control,
             worker_silence_s=options.worker_silence_s,
+            access=options.access,
             on_change=self._on_change,
             on_worker=self._note_worker,
         )

@@ -135,7 +135,7 @@ class PrefillCall(_Call):
     def __init__(self, view: WorkerView, timeout_s: float) -> None:
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
-        self._call = view.prefill.Prefill(timeout=timeout_s)
+        self._call = view.prefill.Prefill(timeout=timeout_s, metadata=view.metadata)
         super().__init__(view, self._call)
 
     async def begin(self, request: worker_pb2.PrefillRequest) -> None:
@@ -188,7 +188,7 @@ class DecodeCall(_Call):
     def __init__(self, view: WorkerView, timeout_s: float) -> None:
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
-        self._call = view.decode.Decode(timeout=timeout_s)
+        self._call = view.decode.Decode(timeout=timeout_s, metadata=view.metadata)
         self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
         self._saying: set[asyncio.Task[None]] = set()
         super().__init__(view, self._call)
