@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
+from legato.cluster.metadata_channel import MetadataChannel
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -102,47 +104,12 @@ class ClientAccess:
         return options if name is None else [*options, ("grpc.ssl_target_name_override", name)]
 
     def _bearing(self, channel: object) -> object:
-        return channel if self.token is None else _BearerChannel(channel, self.token)
+        if self.token is None:
+            return channel
+        return MetadataChannel(channel, (("authorization", f"Bearer {self.token}"),))
 
 
 NOTHING_SHOWN = ClientAccess()
-
-
-class _BearerChannel:
-    """A channel, of either kind, whose every call shows the token. gRPC's own call credentials are
-    refused without TLS, on loopback too; its interceptors put themselves between each message.
-    """
-
-    def __init__(self, channel: Any, token: str) -> None:  # noqa: ANN401  # of either kind
-        self._channel = channel
-        self._metadata = (("authorization", f"Bearer {token}"),)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever a channel has
-        attribute = getattr(self._channel, name)
-        if name not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            return attribute
-
-        def with_token(*args: Any, **settings: Any) -> Any:  # noqa: ANN401  # as the channel's
-            call = attribute(*args, **settings)
-
-            def bearing(*args: Any, metadata: Any = (), **settings: Any) -> Any:  # noqa: ANN401  # as above
-                return call(*args, metadata=(*(metadata or ()), *self._metadata), **settings)
-
-            return bearing
-
-        return with_token
-
-    def __enter__(self) -> _BearerChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._channel.close()
-
-    async def __aenter__(self) -> _BearerChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
 
 
 def choose_access(

@@ -33,6 +33,7 @@ def check_security(config: ServiceConfig) -> list[str]:
     if tls is not None:
         tls.check()
         notes += _check_age(tls)
+        _own_tls(tls)
     if worker_tls is not None and (tls is None or tls.ca_file is None):
         raise ValueError(
             "--worker-tls-cert needs --tls-cert, --tls-key and --tls-ca: workers and routers prove "
@@ -88,6 +89,8 @@ def _own_tls(tls: TlsFiles) -> ClientTls:
     if tls.ca_file is not None:
         return ClientTls(tls.ca_file, tls.cert_file, tls.key_file, ROUTER_NAME)
     names = _names(_certificate(tls.cert_file))
+    if not names:
+        raise ValueError(f"TLS certificate {tls.cert_file!r} has no subject alternative name")
     # Trusted as it stands: it was just read from our own disk.
     return ClientTls(ca_file=tls.cert_file, server_name=names[0].replace("*", "a", 1))
 
@@ -121,7 +124,7 @@ def _names(certificate: x509.Certificate) -> list[str]:
     try:
         san = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        raise ValueError("the TLS certificate has no subject alternative name") from None
+        return []
     return [
         *san.get_values_for_type(x509.DNSName),
         *map(str, san.get_values_for_type(x509.IPAddress)),
