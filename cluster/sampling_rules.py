@@ -7,13 +7,13 @@ import secrets
 import struct
 from typing import TYPE_CHECKING
 
-from legato.cluster.errors import invalid
+import grpc
+
+from legato.cluster.errors import RequestError, invalid
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from legato.cluster.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 256
 MAX_TEMPERATURE = 100.0
@@ -71,6 +71,10 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         )
     if asked.HasField("logprobs") and not 0 <= asked.logprobs <= MAX_LOGPROBS:
         raise invalid(f"sampling.logprobs is {asked.logprobs}, limit [0, {MAX_LOGPROBS}]")
+    if asked.HasField("prompt_logprobs"):
+        raise RequestError(
+            grpc.StatusCode.UNIMPLEMENTED, "sampling.prompt_logprobs is not served by this release"
+        )
     _check_stop(asked)
     _check_count("sampling.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, vocab_size)

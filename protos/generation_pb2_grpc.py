@@ -44,6 +44,16 @@ class GenerationStub:
                 request_serializer=legato_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_generation__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/legato.v1.Generation/Tokenize',
+                request_serializer=legato_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/legato.v1.Generation/Detokenize',
+                request_serializer=legato_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -72,6 +82,22 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+        answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+        model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids, as Generate delivers that of an answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +110,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=legato_dot_protos_dot_generation__pb2.GetModelRequest.FromString,
                     response_serializer=legato_dot_protos_dot_generation__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=legato_dot_protos_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=legato_dot_protos_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +176,60 @@ class Generation:
             '/legato.v1.Generation/GetModel',
             legato_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
             legato_dot_protos_dot_generation__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Generation/Tokenize',
+            legato_dot_protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            legato_dot_protos_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Generation/Detokenize',
+            legato_dot_protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            legato_dot_protos_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,13 @@ class GenerationStub:
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]
     """What is served, and its limits."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
+    """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+    answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+    model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
+    """The text of token ids, as Generate delivers that of an answer."""
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
@@ -63,6 +70,13 @@ class GenerationAsyncStub(GenerationStub):
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelRequest, _generation_pb2.GetModelResponse]  # type: ignore[assignment]
     """What is served, and its limits."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+    answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+    model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of token ids, as Generate delivers that of an answer."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -90,5 +104,24 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetModelResponse, _abc.Awaitable[_generation_pb2.GetModelResponse]]:
         """What is served, and its limits."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _generation_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.TokenizeResponse, _abc.Awaitable[_generation_pb2.TokenizeResponse]]:
+        """The token ids that Generate makes of the same text or messages; sent as `token_ids` they get the same
+        answer. Errors as Generate: INVALID_ARGUMENT, UNIMPLEMENTED, FAILED_PRECONDITION where the
+        model has no chat template, RESOURCE_EXHAUSTED where too many are read at once.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _generation_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]:
+        """The text of token ids, as Generate delivers that of an answer."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
