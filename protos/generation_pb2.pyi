@@ -606,8 +606,8 @@ class TokenizeRequest(_message.Message):
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     add_bos: _builtins.bool
-    """Of `text`: whether BOS is prepended where the model wants one, as Generate does. Default true. What messages
-    begin with is the chat template's affair.
+    """Whether BOS is prepended to `text` where the model wants one, as Generate does. Default true. Not with
+    `messages`, which begin as the chat template has it.
     """
     parse_special_tokens: _builtins.bool
     """As in GenerateRequest."""
@@ -669,7 +669,9 @@ class DetokenizeRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the vocabulary; at most 1,048,576."""
+        """Ids of the vocabulary; at most 262,144. Special tokens, and ids that the tokenizer does not know, have no
+        text.
+        """
 
     def __init__(
         self,

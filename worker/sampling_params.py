@@ -31,6 +31,7 @@ class SamplingParams:
     logprobs: int | None  # None: none; k: the token's own and the k best
     stop_token_ids: frozenset[int]
     logit_bias: Mapping[int, float]
+    prompt_logprobs: int | None = None  # of each prompt token: as `logprobs`
 
     @property
     def greedy(self) -> bool:
@@ -105,4 +106,7 @@ class SamplingParams:
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             logit_bias=dict(message.logit_bias),
+            prompt_logprobs=(
+                message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+            ),
         )

@@ -13,7 +13,7 @@ from raw_client import RawClient
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
-from legato.cluster.request import ModelLimits, RequestSpec
+from legato.cluster.request import RequestSpec
 from legato.cluster.resumption import parse_resumption
 from legato.cluster.role_change import RoleChange
 from legato.cluster.router import Router
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.model_limits import ModelLimits
     from legato.cluster.router_load import RouterLoad
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tiny_models import BOS, EOS, write_byte_tokenizer
 
 from legato.cluster.errors import RequestError
-from legato.cluster.request import ModelLimits, RequestSpec, parse_request
+from legato.cluster.model_limits import ModelLimits
+from legato.cluster.request import RequestSpec, parse_request
 from legato.cluster.text.model_text import ModelText
 from legato.protos import common_pb2, generation_pb2
 from legato.worker.kv.block_pool import BlockPool
