@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import numpy as np
 
 from legato.bench.router_overhead.stream_name import StreamName
+from legato.cluster.client_access import NOTHING_SHOWN, ClientAccess
 from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc, worker_pb2
 from legato.protos.worker_pb2_grpc import DecodeWorkerStub
 from legato.worker.channel import CHANNEL_OPTIONS
@@ -18,6 +18,7 @@ from legato.worker.channel import CHANNEL_OPTIONS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    import grpc
     import numpy.typing as npt
 
     Arrivals = Callable[[str], AsyncIterator[tuple[int, int]]]
@@ -40,11 +41,17 @@ class Pace:
 class LoadRun:
     """`num_streams` streams of `num_tokens` each over the channels to one address."""
 
-    def __init__(self, address: str, num_streams: int, num_tokens: int, *, direct: bool) -> None:
+    def __init__(
+        self,
+        address: str,
+        num_streams: int,
+        num_tokens: int,
+        *,
+        direct: bool,
+        access: ClientAccess = NOTHING_SHOWN,
+    ) -> None:
         """`direct`: the address is the decode worker's own."""
-        self._channels = [
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for _ in range(NUM_CHANNELS)
-        ]
+        self._channels = [access.aio_channel(address, CHANNEL_OPTIONS) for _ in range(NUM_CHANNELS)]
         self._num_streams = num_streams
         self._sampling = common_pb2.SamplingParams(
             max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True
