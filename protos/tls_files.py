@@ -54,7 +54,7 @@ class TlsFiles:
         """With a CA: clients must have a certificate of it. New files count for new connections;
         where they are wrong those before go on.
         """
-        source = _Source(self)
+        source = CertificateSource(self)
         return grpc.dynamic_ssl_server_credentials(
             source.load(),
             source.if_new,  # type: ignore[arg-type]  # the stub forgot that None means: as before
@@ -83,7 +83,7 @@ class TlsFiles:
         return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
-class _Source:
+class CertificateSource:
     """What gRPC asks at every new connection, from threads of its own."""
 
     def __init__(self, files: TlsFiles) -> None:
@@ -92,11 +92,13 @@ class _Source:
         self._stamp: Stamp = ()
 
     def load(self) -> grpc.ServerCertificateConfiguration:
+        """As the files are now; OSError where one cannot be read."""
         self._stamp = self._files.stamp()
         cert, key, ca = self._files.read()
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
     def if_new(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: what was loaded last is to stay."""
         with self._lock:
             try:
                 if self._files.stamp() == self._stamp:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PANEL = "Access"
-_chosen: ContextVar[ClientAccess | None] = ContextVar("chosen access", default=None)
+# Of the command that runs, one a process: for its threads, too, which a context variable is not.
+_chosen: list[ClientAccess] = []
 
 
 def _option(*names: str, **settings: Any) -> Any:  # noqa: ANN401  # typer's own type
@@ -78,11 +78,11 @@ def secured(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def with_access(**settings: Any) -> Any:  # noqa: ANN401  # whatever it returns
         own = {name: settings.pop(name) for name in _OPTIONS}
-        token = _chosen.set(_read(**own))
+        _chosen.append(_read(**own))
         try:
             return command(**settings)
         finally:
-            _chosen.reset(token)
+            _chosen.pop()
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [p.replace(kind=keyword) for p in signature.parameters.values()]
@@ -98,8 +98,7 @@ def secured(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def chosen_access() -> ClientAccess:
     """What the options of this command say, and the environment where they say nothing."""
-    access = _chosen.get()
-    return access if access is not None else _from_environment()
+    return _chosen[-1] if _chosen else _from_environment()
 
 
 def _read(

@@ -23,7 +23,7 @@ from legato.cluster.dev_certs import make_certs
 from legato.cluster.metadata_channel import MetadataChannel
 from legato.protos import cluster_pb2, generation_pb2, kv_transfer_pb2, worker_pb2
 from legato.protos.internal_access import SECRET_KEY, WORKER_NAME, InternalAccess
-from legato.protos.tls_files import TlsFiles
+from legato.protos.tls_files import CertificateSource, TlsFiles
 from legato.worker.channel import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
@@ -232,6 +232,21 @@ async def test_new_files_count_for_new_connections_and_wrong_ones_do_not(
         assert not await is_served(ours)
     finally:
         await router.stop()
+
+
+def test_a_pair_that_does_not_fit_is_not_handed_over(folder: Path, tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    shutil.copytree(folder / "ours", used)
+    source = CertificateSource(files(used, "service"))
+    assert source.load() is not None
+    assert source.if_new() is None
+    shutil.copy(folder / "theirs" / "service.key", used / "service.key")
+    assert source.if_new() is None
+    shutil.copy(folder / "theirs" / "service.pem", used / "service.pem")
+    assert source.if_new() is not None
+    assert source.if_new() is None
+    (used / "ca.pem").unlink()
+    assert source.if_new() is None
 
 
 # The workers.
