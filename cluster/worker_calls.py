@@ -50,6 +50,10 @@ def _begin_span(
     return None if trace is None else trace.call(service, method, view.worker_id)
 
 
+def _metadata(view: WorkerView, span: CallSpan | None) -> tuple[tuple[str, str], ...]:
+    return view.metadata if span is None else (*view.metadata, *span.metadata)
+
+
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
@@ -152,9 +156,7 @@ class PrefillCall(_Call):
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
         span = _begin_span(trace, view, "PrefillWorker", "Prefill")
-        self._call = view.prefill.Prefill(
-            timeout=timeout_s, metadata=span.metadata if span else None
-        )
+        self._call = view.prefill.Prefill(timeout=timeout_s, metadata=_metadata(view, span))
         super().__init__(view, self._call, span)
 
     async def begin(self, request: worker_pb2.PrefillRequest) -> None:
@@ -210,7 +212,7 @@ class DecodeCall(_Call):
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
         span = _begin_span(trace, view, "DecodeWorker", "Decode")
-        self._call = view.decode.Decode(timeout=timeout_s, metadata=span.metadata if span else None)
+        self._call = view.decode.Decode(timeout=timeout_s, metadata=_metadata(view, span))
         self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
         self._saying: set[asyncio.Task[None]] = set()
         super().__init__(view, self._call, span)

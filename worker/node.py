@@ -151,7 +151,9 @@ class WorkerNode:
             engine=engine,
             tickets=tickets,
             pager=pager,
-            sender=KvSender(identity, pager, pager.wire, transfers, new_memory),
+            sender=KvSender(
+                identity, pager, pager.wire, transfers, new_memory, access=config.access
+            ),
             transfers=transfers,
             guides=GuideBook(lambda: _vocabulary(loaded.source, model.vocab_size)),
             prefix_cache=config.prefix_cache,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.http.front_door import Authorize
     from legato.cluster.router import Router
+    from legato.protos.tls_files import TlsFiles
 
 BACKLOG = 2048
 START_TIMEOUT_S = 10.0
@@ -46,8 +48,15 @@ class HttpServer:
     """
 
     def __init__(
-        self, router: Router, host: str, port: int, *, authorize: Authorize | None = None
+        self,
+        router: Router,
+        host: str,
+        port: int,
+        *,
+        authorize: Authorize | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
+        """`tls`: as it is now; with a CA clients must have a certificate of it."""
         self._socket = _listen(host, port)
         bound_host, bound_port = self._socket.getsockname()[:2]
         url_host = f"[{bound_host}]" if ":" in bound_host else bound_host
@@ -65,6 +74,13 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=STOP_TIMEOUT_S,
+                ssl_certfile=None if tls is None else tls.cert_file,
+                ssl_keyfile=None if tls is None else tls.key_file,
+                ssl_keyfile_password="",  # else the terminal would be asked for one
+                ssl_ca_certs=None if tls is None else tls.ca_file,
+                ssl_cert_reqs=ssl.CERT_NONE
+                if tls is None or tls.ca_file is None
+                else ssl.CERT_REQUIRED,
             )
         )
         self._tasks: list[asyncio.Task[None]] = []
