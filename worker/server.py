@@ -16,8 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.protos.malformed import RefuseMalformed
-from legato.protos.tracing import Tracing
 from legato.protos.refuse_strangers import RefuseStrangers
+from legato.protos.tracing import Tracing
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.kv_budget import KvBudget, check_memory
 from legato.worker.lifecycle import Lifecycle, Phase

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from legato.protos.tracing import Tracing
-    from legato.worker.call_trace import CallTrace
     from legato.text.guide_book import GuideBook
+    from legato.worker.call_trace import CallTrace
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.handoff.tickets import AttemptKey, Ticket, TicketBook
