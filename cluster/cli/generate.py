@@ -73,9 +73,9 @@ def generate(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Send a prompt and print the answer as it comes. Ctrl-C cancels it.
+    """Send a prompt and print the answer as it comes.
 
-    Several answers (--n) are printed one after the other, each under its number.
+    Ctrl-C cancels it. Several answers (--n) are printed one after the other, each under its number.
 
     Examples:
 

@@ -39,8 +39,9 @@ def status(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Show pools, workers and the requests of each router of --address. Exit code 3 while the
-    service is not ready.
+    """Show pools, workers and each router's requests.
+
+    Of the routers of --address. Exit code 3 while the service is not ready.
 
     Examples:
 
@@ -85,9 +86,9 @@ def scale(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Set how many workers a pool has; pools that are not named stay as they are.
+    """Set how many workers a pool has.
 
-    The running streams of workers that go move to others, or end, first.
+    Pools that are not named stay as they are. The running streams of workers that go move to others, or end, first.
 
     Examples:
 
@@ -120,8 +121,9 @@ def stop(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """End the service: no new requests, running ones may finish, then every process ends.
+    """End the service; running requests may finish.
 
+    New ones are refused at once. In the end no process is left.
     Returns when the port is closed and, on the same machine, its process is gone.
 
     Examples:

@@ -40,9 +40,9 @@ def role(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Let a worker that runs go on in another role, without loading the weights again.
+    """Let a running worker go on in another role.
 
-    It takes no new work; its running streams move to other workers, or end; then it serves under
+    The weights are not loaded again. It takes no new work; its running streams move to other workers, or end; then it serves under
     another id. Its old pool is to be one smaller, its new one larger. The last ready worker of a
     pool stays.
 

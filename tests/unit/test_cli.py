@@ -19,8 +19,9 @@ from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
 from legato.cluster.cli.connection import connect
 from legato.cluster.cli.kv_capacity import kv_lines
-from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
+from legato.cluster.cli.memory_size import parse_fraction, parse_size
 from legato.cluster.cli.operate import parse_targets
+from legato.cluster.cli.setting_forms import SizeOrNone
 from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
@@ -490,8 +491,8 @@ def test_stop_waits_until_the_port_is_closed(
             ["--decode-dtype", "bfloat16", "--kv-wire", "bfloat16", "--weights", "int8"],
             "with --weights int8 both pools must have one dtype",
         ),
-        (["--kv-wire", "int4"], "must be one of same, float32, bfloat16, float16, int8, fp8"),
-        (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
+        (["--kv-wire", "int4"], "must be same, float32, bfloat16, float16, int8 or fp8, got 'int4'"),
+        (["--weights", "int3"], "must be auto, keep, int8, int4, int4-g64"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
         (["--kv-memory", "lots"], "2GiB, or a fraction in (0, 1], got 'lots'"),
         (["--kv-memory", "0"], "1 byte, or a fraction in (0, 1], got 0"),
@@ -502,13 +503,13 @@ def test_stop_waits_until_the_port_is_closed(
         (["--swap-memory", "0.5"], "at least 1 byte, or 0 for none, got 0.5"),
         (["--kv-lane", "ib"], "--kv-lane: must be auto or grpc, got 'ib'"),
         (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
-        (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
-        (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
+        (["--admission-risk", "1"], "--admission-risk: must be a number in [0, 1), got '1'"),
+        (["--admission-risk", "nan"], "--admission-risk: must be a number in [0, 1), got 'nan'"),
         (["--decode", "0"], "--decode: 0 serves nothing, whatever --prefill is: it needs a"),
         (["--prefill", "0", "--decode", "3"], "--prefill: 0 serves nothing"),
-        (["--block-size", "0"], "greater than or equal to 1, got '0' (see"),
-        (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
-        (["--admission-risk", "much"], "as a number, got 'much' (see"),
+        (["--block-size", "0"], "must be a whole number at least 1, got '0' (see"),
+        (["--port", "70000"], "must be a whole number in [0, 65535], got '70000' (see"),
+        (["--admission-risk", "much"], "must be a number in [0, 1), got 'much' (see"),
         (["--request-log", "/dev/null/x"], "cannot append to '/dev/null/x': Not a directory"),
     ],
 )
@@ -561,16 +562,16 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_a_number_without_a_unit_may_be_a_fraction() -> None:
-    assert [parse_fraction(text, "--x") for text in ("0.6", " .25", "1", "1.0")] == [
+    assert [parse_fraction(text) for text in ("0.6", " .25", "1", "1.0")] == [
         0.6,
         0.25,
         1.0,
         1.0,
     ]
-    assert [parse_fraction(text, "--x") for text in ("2", "0", "1GiB", "0.5GiB", "77", "")] == [
+    assert [parse_fraction(text) for text in ("2", "0", "1GiB", "0.5GiB", "77", "")] == [
         None
     ] * 6
-    assert [parse_size_or_0(text, "--x") for text in ("0", "2K")] == [0, 2048]
+    assert [SizeOrNone().read(text) for text in ("0", "2K")] == [0, 2048]
 
 
 def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
