@@ -18,7 +18,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def size_text(size: int) -> str:
-    """As `parse_bytes` reads it: 1GiB, 256MiB, or plain bytes where it is no whole number of those."""
+    """As `parse_bytes` reads it: 1GiB, 256MiB, or bytes where it is no whole number of them."""
     for power, letter in ((3, "G"), (2, "M"), (1, "K")):
         if size and size % 1024**power == 0:
             return f"{size // 1024**power}{letter}iB"

@@ -149,6 +149,13 @@ class ControllerActor:
         await self._keep_order()
         return change
 
+    async def drain_worker(self, worker_id: str) -> str:
+        """See Controller.drain_worker; ConnectionError as of `scale`."""
+        await self._begin_order()
+        full_id = self._controller.drain_worker(worker_id, time.monotonic())
+        await self._keep_order()
+        return full_id
+
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """See Controller.report_lost."""
         await self._adopted.wait()

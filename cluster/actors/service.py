@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
     from legato.cluster.pool import ControllerOptions
 
+_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's least: we put nothing in it
 
 
@@ -54,7 +56,7 @@ class RayService:
             ServiceError: it does not start.
         """
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
-        with _failure_in_words("Ray could not be started"):
+        with failure_in_words("Ray could not be started"):
             ray.init(
                 address="local",
                 namespace=self._namespace,
@@ -83,7 +85,7 @@ class RayService:
                 probe_ray(dialled)
             except ServiceError as error:
                 raise ServiceError(f"Ray takes {address} for {dialled}: {error}") from error
-        with _failure_in_words(f"joining Ray at {address} failed"):
+        with failure_in_words(f"joining Ray at {address} failed"):
             ray.init(
                 address=address,
                 namespace=self._namespace,
@@ -212,10 +214,18 @@ class RayService:
 
 
 @contextmanager
-def _failure_in_words(what: str) -> Iterator[None]:
+def failure_in_words(what: str) -> Iterator[None]:
+    """Within the block, whatever Ray raises becomes a ServiceError of one sentence."""
     try:
         yield
     except Exception as error:  # Ray raises bare ones, such as where its raylet starts too slowly
+        if versions := _VERSIONS.findall(str(error)):
+            (theirs, their_python), (ours, our_python) = versions[0], versions[-1]
+            raise ServiceError(
+                f"{what}: the cluster runs Ray {theirs} and Python {their_python}, this machine "
+                f"Ray {ours} and Python {our_python}; install the same on all machines "
+                f"(pip install ray=={theirs})"
+            ) from error
         raise ServiceError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 

@@ -87,7 +87,7 @@ def connect(address: str) -> Iterator[grpc.Channel]:
         with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
             if targets and not _is_greeted(channel):
                 continue
-            with _sentences(target):
+            with sentences(target):
                 yield channel
             return
 
@@ -112,7 +112,7 @@ def connect_client(address: str) -> Iterator[Client]:
 
     if not is_open(address):
         raise _nobody(address)
-    with _sentences(address), Client(address) as client:
+    with sentences(address), Client(address) as client:
         yield client
 
 
@@ -124,7 +124,8 @@ def _nobody(address: str) -> ServiceError:
 
 
 @contextmanager
-def _sentences(address: str) -> Iterator[None]:
+def sentences(address: str) -> Iterator[None]:
+    """Within the block gRPC errors become ServiceErrors of one sentence."""
     import grpc
 
     try:

@@ -28,5 +28,7 @@ def parse_fraction(text: str) -> float | None:
         return None
     fraction = float(text)
     if not 0 < fraction <= 1:
-        raise ValueError(f"without a unit must be whole bytes or a fraction in (0, 1], got {text!r}")
+        raise ValueError(
+            f"without a unit must be whole bytes or a fraction in (0, 1], got {text!r}"
+        )
     return fraction

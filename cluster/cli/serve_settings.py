@@ -36,11 +36,23 @@ PREFIX = "LEGATO_"
 # processes, and of the tests, which start services.
 OTHER_VARIABLES = frozenset(
     PREFIX + name
-    for name in (
-        "ADDRESS CONFIG CPU_LEVEL RAY_TEMP "
-        "AOT DEMO_MODEL FAULT_CASES FAULT_STREAMS KILLS LATE_ROWS_RUNS OVERLOAD POOL_CYCLES "
-        "PROPERTY_EXAMPLES SIMULATION TOKENIZERS"
-    ).split()
+    for name in [
+        "ADDRESS",
+        "CONFIG",
+        "CPU_LEVEL",
+        "RAY_TEMP",
+        "AOT",
+        "DEMO_MODEL",
+        "FAULT_CASES",
+        "FAULT_STREAMS",
+        "KILLS",
+        "LATE_ROWS_RUNS",
+        "OVERLOAD",
+        "POOL_CYCLES",
+        "PROPERTY_EXAMPLES",
+        "SIMULATION",
+        "TOKENIZERS",
+    ]
 )
 # Kubernetes tells each container of each Service, under the Service's name.
 _OF_KUBERNETES = re.compile(r"LEGATO\w*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")

@@ -1,4 +1,4 @@
-"""ServiceFlags: what `legato serve` takes for the service: its pools, routers, places and bounds."""
+"""ServiceFlags: what `legato serve` takes for the service: pools, routers, places and bounds."""
 
 from __future__ import annotations
 

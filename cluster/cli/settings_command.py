@@ -1,4 +1,4 @@
-"""takes_settings: makes a command whose options are the schema's, and that gets what is in force."""
+"""takes_settings: a command whose options are the schema's, and that gets what is in force."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-    from legato.cluster.cli.serve_settings import Loaded
 
 ConfigOption = Annotated[
     Path | None,
@@ -66,10 +65,10 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def panel_of(name: str) -> str:
-    """Under which title a setting is shown."""
+def part_of(name: str) -> str:
+    """Under which title a setting is documented."""
     for cls in ServeSettings.__mro__:
-        if name in cls.__dict__.get("__annotations__", {}):
+        if name in inspect.get_annotations(cls):
             return next(str(value) for key, value in vars(cls).items() if key.endswith("_title"))
     raise AssertionError(name)
 
@@ -106,7 +105,6 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
         metavar=None if is_switch else form.metavar,
         help=help_of(field),
         show_default=False,
-        rich_help_panel=panel_of(name),
         autocompletion=complete if form.choices and not is_switch else None,
     )
     kind = bool if is_switch else str

@@ -37,7 +37,9 @@ def config(
         told = {name: {"value": text or None, "source": place} for name, text, place in rows}
         print(json.dumps(told, ensure_ascii=False, indent=2))
         return
-    shown = [(f"{name}: {_quoted(text)}" if text else f"# {name}:", place) for name, text, place in rows]
+    shown = [
+        (f"{name}: {_quoted(text)}" if text else f"# {name}:", place) for name, text, place in rows
+    ]
     width = max(len(line) for line, _ in shown if len(line) <= 48)
     for line, place in shown:
         print(f"{line:{width}}  # {place}")
@@ -45,4 +47,8 @@ def config(
 
 def _quoted(text: str) -> str:
     """As YAML takes it back: as it is, where that is plain."""
-    return text if text.replace("_", "").replace(".", "").replace("-", "").isalnum() else json.dumps(text, ensure_ascii=False)
+    return (
+        text
+        if text.replace("_", "").replace(".", "").replace("-", "").isalnum()
+        else json.dumps(text, ensure_ascii=False)
+    )

@@ -68,7 +68,8 @@ def _check_events(path: Path, text: str) -> None:
     """Before anything is built: what could grow without bound is refused."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        place = f"{path}:{event.start_mark.line + 1}"
+        mark = event.start_mark
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise ValueError(f"{place}: anchors and aliases (& and *) are not taken")
         if isinstance(event, yaml.CollectionStartEvent):
