@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -127,6 +127,9 @@ protos: $(STAMP) ns ## Regenerate the gRPC code from protos/*.proto
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=$(PROTOC_OUT) --grpc_python_out=$(PROTOC_OUT) --mypy_out=$(PROTOC_OUT) --mypy_grpc_out=$(PROTOC_OUT) \
 	  $(patsubst %,legato/%,$(wildcard protos/*.proto))
+
+docs: $(STAMP) ns ## Write the pages that are made from the program: docs/cli.md, docs/configuration.md
+	@$(BIN)/python -m legato.cluster.cli.reference docs
 
 protos-check: $(STAMP) ## Fail where the checked-in gRPC code is not what the protos say
 	@echo "[legato] protos"

@@ -88,10 +88,10 @@ class ControllerActor:
 
     # --- the owner's side ---------------------------------------------------------------------
 
-    async def beat(self) -> WorkerProcess:
-        """The owner lives; tells it where this process is."""
+    async def beat(self) -> tuple[WorkerProcess, bool]:
+        """The owner lives; tells it where this process is, and whether Ray's head is lost."""
         self._owner_watch.beat(time.monotonic())
-        return self._process
+        return self._process, self._launcher.head_lost
 
     async def head_lost(self) -> None:
         """The owner saw the head's process end."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
@@ -121,6 +122,7 @@ class RayService:
             self._head_lost = True
             if self._controller is not None:
                 self._controller.ask("head_lost")
+                self._controller.head_lost = True  # it is said here
             news.append(HEAD_LOST)
         if self._routers is not None:
             news += self._routers.look(now_s)
@@ -164,6 +166,14 @@ class RayService:
     def begin_drain(self, drain_timeout_s: float) -> list[Any]:
         """Closes the routers to new requests; `done` tells when the running ones have ended."""
         return [] if self._routers is None else self._routers.begin_end(drain_timeout_s)
+
+    def num_cut(self, calls: list[Any]) -> int:
+        """Of calls of `begin_drain` that have ended: how many requests had not, and were cut."""
+        num_cut = 0
+        for call in calls:
+            with contextlib.suppress(RayError):  # its router died; or it has not ended
+                num_cut += ray.get(call, timeout=0)
+        return num_cut
 
     def begin_stop(self) -> list[Any]:
         """Ends the workers."""
@@ -213,7 +223,7 @@ class RayService:
         return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)
 
 
-@contextmanager
+@contextlib.contextmanager
 def failure_in_words(what: str) -> Iterator[None]:
     """Within the block, whatever Ray raises becomes a ServiceError of one sentence."""
     try:

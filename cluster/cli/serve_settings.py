@@ -168,13 +168,17 @@ def load(options: Mapping[str, str], path: Path | None) -> Loaded:
             return init_settings, env_settings, file
 
     fields = ServeSettings.model_fields
-    places |= {name: variable_of(name) for name in fields if os.environ.get(variable_of(name))}
+    variables = {name.upper(): name for name, value in os.environ.items() if value}  # in any case
+    places |= {
+        name: variables[variable_of(name)] for name in fields if variable_of(name) in variables
+    }
     places |= {name: option_of(name) for name in options}
     try:
         settings = FromAll(**options)  # type: ignore[arg-type]  # texts, which the forms read
         return Loaded(settings, settings.to_config(), places)
     except ValidationError as error:
-        first = error.errors()[0]
+        # One at a time; what is missing may be what is wrong elsewhere.
+        first = min(error.errors(), key=lambda found: found["type"] == "missing")
         name = str(first["loc"][0])
         if first["type"] == "missing":
             raise SettingError(
@@ -192,7 +196,7 @@ def check_variables(environment: Mapping[str, str]) -> None:
     """Raises SettingError for a LEGATO_… that means nothing: it is probably misspelt."""
     known = {variable_of(name) for name in ServeSettings.model_fields} | OTHER_VARIABLES
     for name, value in environment.items():
-        if not name.startswith(PREFIX) or name in known:
+        if not name.upper().startswith(PREFIX) or name.upper() in known:
             continue
         if _OF_KUBERNETES.fullmatch(name) or _ADDRESS_OF_KUBERNETES.fullmatch(value):
             continue

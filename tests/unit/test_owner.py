@@ -28,6 +28,9 @@ class Quiet:
     def stage(self, text: str) -> None:
         self.stages.append(text)
 
+    def amount(self, text: str, done: int, total: int) -> None:
+        pass
+
     def state(self, text: str) -> None:
         pass
 
@@ -38,6 +41,7 @@ class CannedRay:
         self.reason = ""
         self.news: list[str] = []
         self.head_lost = False
+        self.num_running = 0  # when the drain is over
         self.num_tended = 0
         self.asked: float | None = None
         self.never_done = False
@@ -57,6 +61,10 @@ class CannedRay:
     def begin_drain(self, drain_timeout_s: float) -> list[str]:
         self.log.append(f"drain {drain_timeout_s:g}")
         return ["drain"]
+
+    def num_cut(self, calls: list[str]) -> int:
+        assert calls == ["drain"]
+        return self.num_running
 
     def begin_stop(self) -> list[str]:
         self.log.append("stop workers")
