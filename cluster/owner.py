@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
+ASK_S = 5.0  # for one answer of the controller's, during the start
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
 
@@ -249,9 +250,10 @@ class Owner:
         while True:
             self._check_stop()
             service.tend()
-            if failure := service.start_failure():
+            bound_s = min(ASK_S, max(POLL_S, deadline_s - time.monotonic()))
+            if failure := service.start_failure(bound_s):
                 raise ServiceError(failure)
-            addresses, pools = service.router_addresses(), service.pools()
+            addresses, pools = service.router_addresses(), service.pools(bound_s)
             shown = [pool for pool in pools or () if pool.target]
             text = ", ".join(_pool_text(pool) for pool in shown) or "controller starting"
             if not addresses:

@@ -71,10 +71,10 @@ class ControllerLink:
             news = f"the controller has not answered for {SILENCE_S:g} s; it is ended"
         return news
 
-    def ask(self, method: str, *words: Any) -> Any:  # noqa: ANN401  # any method, any answer
+    def ask(self, method: str, bound_s: float = CALL_TIMEOUT_S) -> Any:  # noqa: ANN401  # any answer
         """What a call to it gives; None where there is no answer, such as while it restarts."""
         try:
-            return ray.get(getattr(self.handle, method).remote(*words), timeout=CALL_TIMEOUT_S)
+            return ray.get(getattr(self.handle, method).remote(), timeout=bound_s)
         except (RayActorError, GetTimeoutError):
             return None
 

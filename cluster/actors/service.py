@@ -15,6 +15,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from legato.cluster.actors.calls import CALL_TIMEOUT_S
 from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
 from legato.cluster.actors.controller_actor import HEAD_LOST
 from legato.cluster.actors.controller_link import ControllerLink
@@ -141,22 +142,24 @@ class RayService:
             return ""
         return self._routers.failure() or self._controller.failure
 
-    def start_failure(self) -> str:
-        """Why the service cannot come up; empty while it may."""
+    def start_failure(self, bound_s: float = CALL_TIMEOUT_S) -> str:
+        """Why the service cannot come up; empty while it may. Asks for `bound_s` at most."""
         if self._head_lost:
             return "Ray's head process (gcs_server) ended"
         if self._controller is None or self._routers is None:
             return ""
         failed = self._routers.start_failure() or self._controller.failure
-        return failed or self._controller.ask("hopeless") or ""
+        return failed or self._controller.ask("hopeless", bound_s) or ""
 
     def router_addresses(self) -> list[str]:
         """host:port of each, once all serve."""
         return [] if self._routers is None else self._routers.addresses()
 
-    def pools(self) -> list[cluster_pb2.PoolStatus] | None:
-        """See Controller.pools; None where it does not answer, such as while it restarts."""
-        raw = None if self._controller is None else self._controller.ask("pools")
+    def pools(self, bound_s: float = CALL_TIMEOUT_S) -> list[cluster_pb2.PoolStatus] | None:
+        """See Controller.pools; None where it does not answer within `bound_s`, such as while it
+        restarts.
+        """
+        raw = None if self._controller is None else self._controller.ask("pools", bound_s)
         return None if raw is None else [cluster_pb2.PoolStatus.FromString(data) for data in raw]
 
     def end_asked(self) -> float | None:
