@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, Field
 
 from legato.cluster.autoscale_options import AutoscaleOptions as Options
+from legato.cluster.cli.service_forms import Duration, Ranges
 from legato.cluster.cli.setting_error import SettingError
-from legato.cluster.cli.setting_forms import Duration, Ranges, Switch
+from legato.cluster.cli.setting_forms import Switch
 
 # Of each setting that means nothing alone, the option that it sets.
 _NEED_RANGES = {

@@ -6,15 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, Field
 
-from legato.cluster.cli.setting_forms import (
-    Choice,
-    KvMemory,
-    Matching,
-    Number,
-    Real,
-    SizeOrNone,
-    Switch,
-)
+from legato.cluster.cli.service_forms import KvMemory, SizeOrNone
+from legato.cluster.cli.setting_forms import Choice, Matching, Number, Real, Switch
 from legato.cluster.config import ADMISSIONS, DTYPES, KV_CACHES, KV_LANES, KV_WIRES, WEIGHTS
 from legato.cluster.config import EngineOptions as Options
 

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, Field
 
-from legato.cluster.cli.setting_forms import AppendedFile, Demand, Number, Real, Switch, Text
+from legato.cluster.cli.service_forms import AppendedFile, Demand
+from legato.cluster.cli.setting_forms import Number, Real, Switch, Text
 from legato.cluster.config import RouterOptions
 from legato.cluster.config import ServiceConfig as Config
 from legato.cluster.pool import MAX_POOL_SIZE

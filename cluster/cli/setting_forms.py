@@ -7,19 +7,13 @@ and it tells the command line and the documentation what it takes.
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import core_schema
 
-from legato.cluster.autoscale_options import parse_duration, parse_ranges
-from legato.cluster.byte_size import size_text
-from legato.cluster.cli.memory_size import parse_fraction, parse_size
 from legato.cluster.cli.nearest import did_you_mean
-from legato.cluster.resource_demand import label_text, parse_demand
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -181,107 +175,3 @@ class Real(Form):
     def show(self, value: float) -> str:
         """See Form."""
         return f"{value:g}"
-
-
-@dataclass(frozen=True)
-class KvMemory(Form):
-    """A size: an int; or a fraction of what is free: a float."""
-
-    metavar: str = "SIZE|FRACTION"
-
-    def read(self, text: str) -> int | float:
-        """See Form."""
-        fraction = parse_fraction(text)
-        return parse_size(text, ", or a fraction in (0, 1]") if fraction is None else fraction
-
-    def show(self, value: float) -> str:
-        """See Form."""
-        return size_text(value) if isinstance(value, int) else f"{value:g}"
-
-
-@dataclass(frozen=True)
-class SizeOrNone(Form):
-    """A size, or 0."""
-
-    metavar: str = "SIZE"
-
-    def read(self, text: str) -> int:
-        """See Form."""
-        return 0 if text == "0" else parse_size(text, ", or 0 for none")
-
-    def show(self, value: int) -> str:
-        """See Form."""
-        return size_text(value)
-
-
-@dataclass(frozen=True)
-class Duration(Form):
-    """Seconds, with a unit."""
-
-    metavar: str = "500ms|2s|1m"
-
-    def read(self, text: str) -> float:
-        """See Form."""
-        return parse_duration(text)
-
-    def show(self, value: float) -> str:
-        """See Form."""
-        return f"{value * 1000:.9g}ms" if value < 1 else f"{value:.9g}s"
-
-
-@dataclass(frozen=True)
-class Demand(Form):
-    """What a worker asks of its node."""
-
-    metavar: str = "NAME=AMOUNT,…"
-
-    def read(self, text: str) -> Any:  # noqa: ANN401  # a ResourceDemand
-        """See Form."""
-        return parse_demand(text)
-
-    def show(self, value: Any) -> str:  # noqa: ANN401  # as above
-        """See Form."""
-        amounts = {"CPU": value.cpus, "GPU": value.gpus, "memory": value.memory_bytes}
-        named = {name: x for name, x in amounts.items() if x is not None} | dict(value.custom)
-        words = [f"{name}={x:.12g}" for name, x in named.items()]
-        return ",".join(words + [label_text(key, condition) for key, condition in value.labels])
-
-    def join(self, parts: Mapping[str, str]) -> str:
-        """See Form."""
-        return ",".join(f"{name}={amount}" for name, amount in parts.items())
-
-
-@dataclass(frozen=True)
-class Ranges(Form):
-    """Between which sizes the pools may move."""
-
-    metavar: str = "prefill=MIN..MAX decode=MIN..MAX"
-
-    def read(self, text: str) -> Any:  # noqa: ANN401  # a PoolRange by role
-        """See Form."""
-        return parse_ranges(text.split())
-
-    def show(self, value: Any) -> str:  # noqa: ANN401  # as above
-        """See Form."""
-        return self.join(value)
-
-    def join(self, parts: Mapping[str, Any]) -> str:
-        """See Form."""
-        return " ".join(f"{pool}={sizes}" for pool, sizes in parts.items())
-
-
-@dataclass(frozen=True)
-class AppendedFile(Form):
-    """A file's absolute path. Opened now, rather than when it is used half a minute later."""
-
-    metavar: str = "FILE"
-
-    def read(self, text: str) -> str:
-        """See Form."""
-        path = Path(text).expanduser().absolute()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe may have no reader
-        try:
-            os.close(os.open(path, flags, 0o666))
-        except OSError as error:
-            raise ValueError(f"cannot append to {text!r}: {error.strerror}") from error
-        return str(path)

@@ -21,7 +21,7 @@ from legato.cluster.cli.connection import connect
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size
 from legato.cluster.cli.scale import parse_targets
-from legato.cluster.cli.setting_forms import SizeOrNone
+from legato.cluster.cli.service_forms import SizeOrNone
 from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
