@@ -188,8 +188,7 @@ class Owner:
                 if num_cut := service.num_cut(draining):
                     requests = "request was" if num_cut == 1 else "requests were"
                     self._progress.stage(
-                        f"{num_cut} running {requests} cut: after {drain_timeout_s:g} s they had "
-                        "not ended"
+                        f"{num_cut} running {requests} cut after {drain_timeout_s:g} s"
                     )
                 self._progress.state("ending: stopping workers")
                 self._await(service, service.begin_stop(), 0.0, signals)

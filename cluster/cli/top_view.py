@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.cli.status_table import (
     kv_blocks,
-    kv_sent,
     phase_name,
-    role_name,
     short_id,
     status_lines,
     table_of,
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
     from legato.protos import cluster_pb2, common_pb2
 
-BAR_CELLS = 24
+BAR_CELLS = 20
 # Of the bar, from left to right. Told apart without colours, too.
 HELD, CACHED, FREE = ("█", "red"), ("▒", "yellow"), ("·", "dim")
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "starting": "cyan", "dead": "red"}
@@ -100,22 +98,19 @@ def kv_bar(load: common_pb2.WorkerLoad) -> Text:
 def _workers(answer: cluster_pb2.GetStatusResponse, now: Look, before: Look) -> Table:
     from rich.text import Text
 
-    table = table_of(
-        ("worker", "role", "state", "KV"), ("running", "waiting", "tokens/s", "KV sent")
-    )
+    # As wide as 80 columns allow; a worker's id begins with its role.
+    table = table_of(("worker", "state", "KV"), ("running", "waiting", "tokens/s"))
     speed = rates(now, before)
     for pool in answer.pools:
         for worker in pool.workers:
             load, state = worker.load, phase_name(worker.phase)
             table.add_row(
                 short_id(worker.worker_id),
-                role_name(worker.role or pool.role),
                 Text(state, style=_STATE_STYLES.get(state, "")),
                 kv_bar(load),
                 f"{load.running:,}",
                 f"{load.waiting:,}",
                 f"{speed[worker.worker_id]:,.1f}" if worker.worker_id in speed else "-",
-                kv_sent(load),
             )
     return table
 

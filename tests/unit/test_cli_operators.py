@@ -193,7 +193,7 @@ def look(at_s: float, tokens: int, *, name: str = WORKER) -> Look:
 
 
 def shown(*looks: Look) -> str:
-    console = Console(width=160, force_terminal=False, record=True, file=io.StringIO())
+    console = Console(width=80, force_terminal=False, record=True, file=io.StringIO())
     console.print(top_view(*looks))
     return console.export_text()
 
@@ -209,7 +209,7 @@ def test_rates_are_between_two_looks() -> None:
     ("blocks", "cells"),
     [
         ({"free_blocks": 80, "reserved_blocks": 0, "held_blocks": 0, "cached_blocks": 0}, (0, 0)),
-        ({"held_blocks": 50, "cached_blocks": 25}, (12, 6)),
+        ({"held_blocks": 50, "cached_blocks": 25}, (10, 5)),
         ({"held_blocks": 1, "cached_blocks": 1}, (1, 1)),  # what is there has a cell
         ({"held_blocks": 100, "cached_blocks": 0}, (BAR_CELLS, 0)),
         ({"held_blocks": 98, "cached_blocks": 2}, (BAR_CELLS, 0)),
@@ -227,7 +227,7 @@ def test_the_view_has_pools_workers_and_the_queue() -> None:
     assert "requests at a:1: 0 queued, 0 in flight" in text
     assert "requests at b:2: no answer from this router" in text
     (row,) = [line for line in text.splitlines() if line.startswith("decode-01234567")]
-    assert re.search(r"decode\s+ready\s+█+▒+·+\s+50 %\s+2\s+0\s+500\.0", row)
+    assert re.search(r"ready\s+█+▒+·+\s+50 %\s+2\s+0\s+500\.0", row)
 
 
 def test_a_lost_router_leaves_the_last_view_with_its_age() -> None:
@@ -242,7 +242,7 @@ def test_once_shows_one_interval(
     assert run(monkeypatch, cluster, "top", "--once", "--interval", "0.2") == 0
     out = capsys.readouterr().out
     assert cluster.num_looks == 2
-    rate = re.search(r"decode-01234567 .* ([\d.]+)\s+-\s*$", out, flags=re.MULTILINE)
+    rate = re.search(r"decode-01234567 .* ([\d.]+)\s*$", out, flags=re.MULTILINE)
     assert rate is not None
     assert 0 < float(rate[1]) <= 500
     assert "4 queued, 3 in flight" in out

@@ -154,8 +154,8 @@ def test_the_controller_is_told_of_the_owner_during_the_end_too(
     ("num_running", "told"),
     [
         (0, []),
-        (1, ["1 running request was cut: after 3 s they had not ended"]),
-        (2, ["2 running requests were cut: after 3 s they had not ended"]),
+        (1, ["1 running request was cut after 3 s"]),
+        (2, ["2 running requests were cut after 3 s"]),
     ],
 )
 def test_requests_that_the_end_cuts_are_told(
