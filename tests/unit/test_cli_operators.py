@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import pty
 import re
+import select
+import signal
+import struct
+import subprocess
 import sys
+import termios
 import threading
+import time
 from concurrent import futures
 from typing import TYPE_CHECKING
 
@@ -276,6 +285,32 @@ def test_the_live_view_goes_on_when_the_router_restarts(
     now, before = views[5][:2]
     assert before is views[2][0]
     assert now.at_s > before.at_s
+
+
+def test_the_live_view_in_a_terminal_of_80_columns(cluster: CannedCluster) -> None:
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "legato.cluster.cli.main", "top", "--interval", "0.1"]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    top = subprocess.Popen(
+        [*command, "--port", str(cluster.port)], stdin=its, stdout=its, stderr=its, env=env
+    )
+    os.close(its)
+    shown, deadline_s = b"", time.monotonic() + 30
+    try:
+        while b"free" not in shown or b"tokens/s" not in shown:
+            assert time.monotonic() < deadline_s, shown
+            if select.select([mine], [], [], 0.5)[0]:
+                shown += os.read(mine, 65536)
+        top.send_signal(signal.SIGINT)
+        assert top.wait(20) == 0
+    finally:
+        top.kill()
+        top.wait()
+        os.close(mine)
+    lines = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode(errors="replace").splitlines()
+    (row, *_) = [line for line in lines if "decode-01234567" in line]
+    assert re.search(r"ready\s+█+▒+·+\s+50 %\s+2\s+1\s", row), "it is folded"
 
 
 def test_top_where_nobody_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
