@@ -414,6 +414,8 @@ Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):
+    """Who is to go."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -434,6 +436,8 @@ Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
 
 @_typing.final
 class DrainWorkerResponse(_message.Message):
+    """Who is going."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
