@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check protos-release ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -134,6 +134,9 @@ protos: $(STAMP) ns ## Regenerate the gRPC code and the API reference from proto
 
 protos-release: $(STAMP) ns ## Keep the protos as released: later ones are checked for breaking them
 	@$(BIN)/buf build --exclude-source-info --output protos/released.binpb
+
+docs: $(STAMP) ns ## Write the pages that are made from the program: docs/cli.md, docs/configuration.md
+	@$(BIN)/python -m legato.cluster.cli.reference docs
 
 protos-check: $(STAMP) ## buf lint and breaking; fail where generated code or reference is not what the protos say
 	@echo "[legato] protos"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
 
 MAX_DURATION_S = 86_400.0
-_RANGE = re.compile(r"(\w{1,32})=(\d{1,9})(?:\.\.(\d{1,9}))?", re.ASCII)
+_RANGE = re.compile(r"(\w{1,32})=(\d{1,18})(?:\.\.(\d{1,18}))?", re.ASCII)
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|m)", re.ASCII)
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
@@ -96,7 +96,12 @@ def parse_ranges(words: Iterable[str]) -> dict[Role, PoolRange]:
     ranges: dict[str, PoolRange] = {}
     for word in words:
         match = _RANGE.fullmatch(word.strip())
-        if match is None or match[1] not in ("prefill", "decode"):
+        pool = word.strip().partition("=")[0]
+        if match is None and pool in ("prefill", "decode"):
+            raise ValueError(
+                f"{pool} must be MIN..MAX with 1 <= MIN <= MAX <= {MAX_POOL_SIZE}, got {word!r}"
+            )
+        if match is None or pool not in ("prefill", "decode"):
             raise ValueError(
                 f"takes two words, prefill=MIN..MAX and decode=MIN..MAX, and one is {word!r}"
             )

@@ -132,6 +132,11 @@ class Stream:
         """Calls so far: above 1 the stream was resumed, or refused for a while."""
         return self._calls.attempts.num_attempts
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Of each answer, as the service takes it: within context and pools. None at first."""
+        return self._calls.attempts.state.max_tokens
+
     def cancel(self) -> None:
         """Frees what the request holds; whoever reads gets CANCELLED. Idempotent."""
         self._calls.cancel()

@@ -15,3 +15,11 @@ def parse_bytes(text: str) -> int | None:
     """Bytes of 1GiB, 512MiB, 2GB (powers of 1000) or a plain number; None where it is no size."""
     match = _SIZE.fullmatch(text.strip())
     return None if match is None else int(float(match[1]) * _UNIT[(match[2] or "").upper()])
+
+
+def size_text(size: int) -> str:
+    """As `parse_bytes` reads it: 1GiB, 256MiB, or bytes where it is no whole number of them."""
+    for power, letter in ((3, "G"), (2, "M"), (1, "K")):
+        if size and size % 1024**power == 0:
+            return f"{size // 1024**power}{letter}iB"
+    return str(size)

@@ -46,8 +46,8 @@ class ClientAccess:
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str] = os.environ) -> ClientAccess:
-        """LEGATO_TOKEN or LEGATO_TOKEN_FILE; LEGATO_TLS=1, LEGATO_TLS_CA, _CERT, _KEY,
-        _SERVER_NAME; LEGATO_ALLOW_PLAIN_TOKEN=1.
+        """LEGATO_TOKEN or LEGATO_TOKEN_FILE; LEGATO_CLIENT_TLS=1, LEGATO_CLIENT_TLS_CA, _CERT, _KEY,
+        _SERVER_NAME; LEGATO_CLIENT_ALLOW_PLAIN_TOKEN=1.
 
         Raises:
             ValueError: the token's file is wrong.
@@ -56,12 +56,12 @@ class ClientAccess:
         if token is None and (path := given.get("LEGATO_TOKEN_FILE")):
             token = read_token(path)
         names = ("CA", "CERT", "KEY", "SERVER_NAME")
-        files = [given.get(f"LEGATO_TLS_{name}") or None for name in names]
-        wants_tls = any(files) or given.get("LEGATO_TLS") == "1"
+        files = [given.get(f"LEGATO_CLIENT_TLS_{name}") or None for name in names]
+        wants_tls = any(files) or given.get("LEGATO_CLIENT_TLS") == "1"
         return cls(
             token=token,
             tls=ClientTls(*files) if wants_tls else None,
-            allow_plain_token=given.get("LEGATO_ALLOW_PLAIN_TOKEN") == "1",
+            allow_plain_token=given.get("LEGATO_CLIENT_ALLOW_PLAIN_TOKEN") == "1",
         )
 
     def check(self, targets: Sequence[str]) -> None:
@@ -74,8 +74,8 @@ class ClientAccess:
             if self.tls is None and not self.allow_plain_token and not is_loopback(target):
                 raise ValueError(
                     f"the token is not sent to {target} in plain, where others may read it: use "
-                    "TLS (--tls-ca, LEGATO_TLS_CA), or allow it with --allow-plain-token or "
-                    "LEGATO_ALLOW_PLAIN_TOKEN=1"
+                    "TLS (--tls-ca, LEGATO_CLIENT_TLS_CA), or allow it with --allow-plain-token or "
+                    "LEGATO_CLIENT_ALLOW_PLAIN_TOKEN=1"
                 )
 
     def channel(self, target: str, options: Options) -> grpc.Channel:

@@ -43,6 +43,11 @@ class StreamState:
         """Of all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
+    @property
+    def max_tokens(self) -> int | None:
+        """What the service has made of it; None before anything has come."""
+        return None if self._start is None else self._start.max_tokens
+
     def next_request(self) -> generation_pb2.GenerateRequest:
         """The request as it was given, and from the second try on as the rest of a stream, even
         where nothing has come: an older call may still be in flight.

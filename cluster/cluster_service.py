@@ -110,6 +110,23 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         )
 
     @with_status
+    async def DrainWorker(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.DrainWorkerRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.DrainWorkerResponse:
+        """See cluster.proto."""
+        try:
+            worker_id = await _asked(self._router.control.drain_worker(request.worker_id))
+        except UnknownWorkerError as error:
+            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except RoleChangeRefusedError as error:
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        return cluster_pb2.DrainWorkerResponse(worker_id=worker_id)
+
+    @with_status
     async def Shutdown(  # noqa: N802  # named by the proto
         self,
         request: cluster_pb2.ShutdownRequest,

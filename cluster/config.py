@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
+ADMISSIONS: tuple[Admission, ...] = ("expected", "reserve")
+KV_LANES: tuple[KvLane, ...] = ("auto", "grpc")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHES = ("auto", "fp8", "int8")
 # As in `legato.worker.config`, which says what they are.
 KV_WIRES = ("same", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHTS = (

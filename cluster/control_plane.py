@@ -42,6 +42,12 @@ class ControlPlane(Protocol):
         """
         ...
 
+    async def drain_worker(self, worker_id: str) -> str:
+        """Begins to take a ready worker out, to be replaced; its id in full. Errors as of
+        `change_role`.
+        """
+        ...
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Begins the orderly end of the whole service; returns at once."""
         ...

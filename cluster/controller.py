@@ -26,7 +26,7 @@ from legato.cluster.pool import (
 )
 from legato.cluster.pool_pressure import PoolSize
 from legato.cluster.pool_status import pool_status
-from legato.cluster.role_change import RoleChange, check_role_change, find_worker
+from legato.cluster.role_change import RoleChange, check_ready, check_role_change, find_worker
 from legato.cluster.roles import ROLES
 
 if TYPE_CHECKING:
@@ -149,6 +149,21 @@ class Controller:
         self._drain(worker, now_s)
         self.step(now_s)
         return RoleChange(worker.known_id, self._targets())
+
+    def drain_worker(self, worker_id: str, now_s: float) -> str:
+        """The worker drains and goes; another is started in its place at once. Its id in full.
+
+        Raises:
+            UnknownWorkerError: nobody's id is, or begins with, `worker_id`.
+            RoleChangeRefusedError: it is not ready.
+            ValueError: the id is empty or begins several.
+        """
+        _, worker = find_worker(self._pools.values(), worker_id)
+        check_ready(worker, "can be drained")
+        log.info("worker %s (%s) is drained by hand", worker.name, worker.known_id)
+        self._drain(worker, now_s)
+        self.step(now_s)
+        return worker.known_id
 
     def close(self) -> None:
         """The service ends: from now on nothing is started or scaled."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
+ASK_S = 5.0  # for one answer of the controller's, during the start
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
 
 
@@ -46,7 +47,11 @@ class Progress(Protocol):
         ...
 
     def state(self, text: str) -> None:
-        """What is being waited for now."""
+        """What is being waited for now. `weights 40 %` in it may be shown as a bar."""
+        ...
+
+    def amount(self, text: str, done: int, total: int) -> None:
+        """What is being waited for now, and how many bytes of it are there. From any thread."""
         ...
 
 
@@ -83,10 +88,16 @@ class Owner:
         from legato.cluster.actors.service import RayService
 
         try:
-            model_path = resolve_model_path(config.model)
+            model_path = resolve_model_path(
+                config.model,
+                lambda done, total: self._progress.amount(
+                    f"downloading {config.model}", done, total
+                ),
+            )
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error
         self._check_stop()
+        deadline_s = time.monotonic() + config.start_timeout_s  # a download has its own bounds
         self._ray = service = RayService()
         if ray_address is None:
             self._progress.state("starting Ray")
@@ -142,7 +153,7 @@ class Owner:
                 autoscale=config.autoscale,
             ),
         )
-        return self._wait_until_ready(service)
+        return self._wait_until_ready(service, deadline_s)
 
     def wait(self) -> float:
         """Returns when the end is asked for: the seconds that running requests have.
@@ -190,7 +201,13 @@ class Owner:
         try:
             if service is not None and drain_timeout_s is not None:
                 self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
-                self._await(service, service.begin_drain(drain_timeout_s), drain_timeout_s, signals)
+                draining = service.begin_drain(drain_timeout_s)
+                self._await(service, draining, drain_timeout_s, signals)
+                if num_cut := service.num_cut(draining):
+                    requests = "request was" if num_cut == 1 else "requests were"
+                    self._progress.stage(
+                        f"{num_cut} running {requests} cut after {drain_timeout_s:g} s"
+                    )
                 self._progress.state("ending: stopping workers")
                 self._await(service, service.begin_stop(), 0.0, signals)
         finally:
@@ -245,22 +262,23 @@ class Owner:
         if config.worker_host != "auto":
             check_port(config.worker_host, 0, option="--worker-host")
 
-    def _wait_until_ready(self, service: RayService) -> str:
+    def _wait_until_ready(self, service: RayService, deadline_s: float) -> str:
         timeout_s = self._config.start_timeout_s
-        deadline_s = time.monotonic() + timeout_s
         while True:
             self._check_stop()
             service.tend()
-            if failure := service.start_failure():
+            bound_s = min(ASK_S, max(POLL_S, deadline_s - time.monotonic()))
+            if failure := service.start_failure(bound_s):
                 raise ServiceError(failure)
-            addresses, pools = service.router_addresses(), service.pools()
+            addresses, pools = service.router_addresses(), service.pools(bound_s)
             shown = [pool for pool in pools or () if pool.target]
             text = ", ".join(_pool_text(pool) for pool in shown) or "controller starting"
             if not addresses:
                 text += ", router starting"
             self._progress.state(text)
             full = pools is not None and all(pool.ready == pool.target for pool in pools)
-            if addresses and full and all(map(self._serves, addresses)):
+            left_s = deadline_s - time.monotonic()
+            if addresses and full and all(self._serves(address, left_s) for address in addresses):
                 return ",".join(addresses)
             if time.monotonic() > deadline_s:
                 raise ServiceError(f"not ready within --start-timeout {timeout_s:g} s: {text}")
@@ -274,12 +292,13 @@ class Owner:
         for note in notes:
             self._progress.stage(note)
 
-    def _serves(self, address: str) -> bool:
+    def _serves(self, address: str, left_s: float) -> bool:
         options = [("grpc.enable_http_proxy", 0)]
         with self.access.channel(dial_address(address), options) as channel:
             try:
                 stub = cluster_pb2_grpc.ClusterStub(channel)
-                return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=2).ready
+                bound_s = min(2.0, max(0.1, left_s))
+                return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=bound_s).ready
             except grpc.RpcError:
                 return False  # asked again, until the start's own bound
 

@@ -57,6 +57,14 @@ def find_worker(pools: Iterable[Pool], worker_id: str) -> tuple[Pool, WorkerReco
     return next(iter(found.values()))
 
 
+def check_ready(worker: WorkerRecord, what: str) -> None:
+    """Raises RoleChangeRefusedError where it is not: only a ready worker `what`."""
+    if worker.state is not WorkerState.READY:
+        raise RoleChangeRefusedError(
+            f"worker {worker.known_id} is {worker.state.value}: only a ready worker {what}"
+        )
+
+
 def check_role_change(
     pool: Pool, worker: WorkerRecord, target: Pool, max_size: int, obstacle: str
 ) -> None:
@@ -70,10 +78,7 @@ def check_role_change(
         raise RoleChangeRefusedError(f"{name} is on its way to the {worker.becomes} pool already")
     if target is pool:
         raise RoleChangeRefusedError(f"{name} is a {pool.role} worker already")
-    if worker.state is not WorkerState.READY:
-        raise RoleChangeRefusedError(
-            f"{name} is {worker.state.value}: only a ready worker can change its role"
-        )
+    check_ready(worker, "can change its role")
     if len(pool.in_state(WorkerState.READY)) == 1:
         raise RoleChangeRefusedError(
             f"{name} is the last ready worker of the {pool.role} pool, which would be empty; first "

@@ -229,15 +229,17 @@ class Router:
         """Takes the full snapshot of workers; idempotent."""
         self.pool.set_workers(workers)
 
-    async def drain(self, timeout_s: float) -> None:
-        """No new requests; running ones get `timeout_s`, then end with UNAVAILABLE."""
+    async def drain(self, timeout_s: float) -> int:
+        """No new requests; running ones get `timeout_s`, then end UNAVAILABLE: how many did."""
         self._draining = True
         self._gateway.show_health(ready=False)
         await self._wait_idle(timeout_s)
+        num_cut = len(self._running)
         for bound in tuple(self._running):
             if not bound.expired():
                 bound.reschedule(asyncio.get_running_loop().time())
         await self._wait_idle(CUT_SHORT_S)
+        return num_cut
 
     async def stop(self) -> None:
         """Ends everything at once."""

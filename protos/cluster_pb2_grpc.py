@@ -50,6 +50,11 @@ class ClusterStub:
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/legato.v1.Cluster/DrainWorker',
+                request_serializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/legato.v1.Cluster/Shutdown',
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -91,6 +96,17 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a ready worker out of its pool, as SIGTERM to its process does, and returns at once: it gets
+        nothing new, its running streams move or end, its process ends. The pool's target stays, and
+        another worker is started in its place at once.
+        Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
+        FAILED_PRECONDITION for a worker that is not ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
         ends. Returns when draining has begun.
@@ -116,6 +132,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ChangeRole,
                     request_deserializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.FromString,
                     response_serializer=legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -205,6 +226,33 @@ class Cluster:
             '/legato.v1.Cluster/ChangeRole',
             legato_dot_protos_dot_cluster__pb2.ChangeRoleRequest.SerializeToString,
             legato_dot_protos_dot_cluster__pb2.ChangeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Cluster/DrainWorker',
+            legato_dot_protos_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            legato_dot_protos_dot_cluster__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,13 @@ class ClusterStub:
     NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
     ready one of its pool, or whose weights are not what the other role asks for.
     """
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
+    """Takes a ready worker out of its pool, as SIGTERM to its process does, and returns at once: it gets
+    nothing new, its running streams move or end, its process ends. The pool's target stays, and
+    another worker is started in its place at once.
+    Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
+    FAILED_PRECONDITION for a worker that is not ready.
+    """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
     """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
     ends. Returns when draining has begun.
@@ -76,6 +83,13 @@ class ClusterAsyncStub(ClusterStub):
     Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
     NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
     ready one of its pool, or whose weights are not what the other role asks for.
+    """
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a ready worker out of its pool, as SIGTERM to its process does, and returns at once: it gets
+    nothing new, its running streams move or end, its process ends. The pool's target stays, and
+    another worker is started in its place at once.
+    Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
+    FAILED_PRECONDITION for a worker that is not ready.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
@@ -118,6 +132,19 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         Errors: INVALID_ARGUMENT for an unknown role, or a worker_id that is empty or begins several;
         NOT_FOUND; FAILED_PRECONDITION for a worker that is not ready, has the role already, is the last
         ready one of its pool, or whose weights are not what the other role asks for.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _cluster_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
+        """Takes a ready worker out of its pool, as SIGTERM to its process does, and returns at once: it gets
+        nothing new, its running streams move or end, its process ends. The pool's target stays, and
+        another worker is started in its place at once.
+        Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
+        FAILED_PRECONDITION for a worker that is not ready.
         """
 
     @_abc_1.abstractmethod

@@ -467,6 +467,7 @@ class WorkerLoad(_message.Message):
     SWAP_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
     MODEL_S_FIELD_NUMBER: _builtins.int
+    KV_BYTES_SENT_BY_MEMORY_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks: total == free + reserved + held."""
     free_blocks: _builtins.int
@@ -521,6 +522,8 @@ class WorkerLoad(_message.Message):
     """Seconds that steps have taken since the process started, of prefill and of decode together.
     On a prefill worker prefill_tokens over model_s is its speed while it computes.
     """
+    kv_bytes_sent_by_memory: _builtins.int
+    """Of kv_bytes_sent, what went through shared memory; the rest went by gRPC."""
     def __init__(
         self,
         *,
@@ -552,10 +555,11 @@ class WorkerLoad(_message.Message):
         swap_held_blocks: _builtins.int = ...,
         local_prefill_token_s: _builtins.float = ...,
         model_s: _builtins.float = ...,
+        kv_bytes_sent_by_memory: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "local_prefill_token_s", b"local_prefill_token_s", "model_s", b"model_s", "preemptions", b"preemptions", "preemptions_returned", b"preemptions_returned", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "swap_held_blocks", b"swap_held_blocks", "swap_total_blocks", b"swap_total_blocks", "swapped", b"swapped", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "decode_steps", b"decode_steps", "decode_tokens", b"decode_tokens", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_sent_by_memory", b"kv_bytes_sent_by_memory", "kv_chunks_refused", b"kv_chunks_refused", "kv_transfers_completed", b"kv_transfers_completed", "kv_transfers_failed", b"kv_transfers_failed", "local_prefill_token_s", b"local_prefill_token_s", "model_s", b"model_s", "preemptions", b"preemptions", "preemptions_returned", b"preemptions_returned", "prefill_steps", b"prefill_steps", "prefill_tokens", b"prefill_tokens", "prefix_blocks_asked", b"prefix_blocks_asked", "prefix_blocks_evicted", b"prefix_blocks_evicted", "prefix_blocks_hit", b"prefix_blocks_hit", "reserved_blocks", b"reserved_blocks", "running", b"running", "swap_held_blocks", b"swap_held_blocks", "swap_total_blocks", b"swap_total_blocks", "swapped", b"swapped", "total_blocks", b"total_blocks", "transferring", b"transferring", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

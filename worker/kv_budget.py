@@ -163,7 +163,10 @@ def check_memory(config: WorkerConfig, device: torch.device) -> None:
         there = total_bytes(place)
         if value > there:
             owner = "this machine" if place.type == "cpu" else f"device {place}"
-            raise ValueError(f"{name} is {value}, limit {there}: the memory of {owner}")
+            option = "--swap-memory" if name.startswith("swap") else "--kv-memory"
+            raise ValueError(
+                f"{name} is {value}, limit {there}: the memory of {owner}; give a smaller {option}"
+            )
 
 
 def _fraction_of(fraction: float, shape: KvShape, facts: MemoryFacts) -> tuple[int, str]:

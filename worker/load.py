@@ -41,6 +41,7 @@ def worker_load(
         waiting_tokens=stats.waiting_tokens,
         model_s=stats.model_s,
         kv_bytes_sent=transfers.bytes_sent,
+        kv_bytes_sent_by_memory=transfers.bytes_by_memory,
         kv_bytes_received=transfers.bytes_received,
         kv_transfers_completed=transfers.completed,
         kv_transfers_failed=transfers.failed,

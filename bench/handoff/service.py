@@ -62,6 +62,10 @@ class _NoController:
         """Nobody asks for it."""
         raise UnknownWorkerError("nothing here changes its role")
 
+    async def drain_worker(self, worker_id: str) -> str:
+        """Nobody asks for it."""
+        raise UnknownWorkerError("nothing here is drained by hand")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Does nothing."""
 

@@ -52,6 +52,10 @@ class NoControl:
         """There are no others."""
         raise UnknownWorkerError(f"no worker is to change its role: {worker_id} to {role}")
 
+    async def drain_worker(self, worker_id: str) -> str:
+        """There are no others."""
+        raise UnknownWorkerError(f"no worker is to be drained: {worker_id}")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """The benchmark ends the process."""
 

@@ -44,6 +44,11 @@ class ControlCalls:
         )
         return change
 
+    async def drain_worker(self, worker_id: str) -> str:
+        """See ControlPlane."""
+        full_id: str = await bounded(lambda: self._controller.drain_worker.remote(worker_id))
+        return full_id
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """See ControlPlane."""
         self._end_service(drain_timeout_s)

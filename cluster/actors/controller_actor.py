@@ -88,10 +88,10 @@ class ControllerActor:
 
     # --- the owner's side ---------------------------------------------------------------------
 
-    async def beat(self) -> WorkerProcess:
-        """The owner lives; tells it where this process is."""
+    async def beat(self) -> tuple[WorkerProcess, bool]:
+        """The owner lives; tells it where this process is, and whether Ray's head is lost."""
         self._owner_watch.beat(time.monotonic())
-        return self._process
+        return self._process, self._launcher.head_lost
 
     async def head_lost(self) -> None:
         """The owner saw the head's process end."""
@@ -148,6 +148,13 @@ class ControllerActor:
             self._autoscale.note_role_change(time.monotonic())
         await self._keep_order()
         return change
+
+    async def drain_worker(self, worker_id: str) -> str:
+        """See Controller.drain_worker; ConnectionError as of `scale`."""
+        await self._begin_order()
+        full_id = self._controller.drain_worker(worker_id, time.monotonic())
+        await self._keep_order()
+        return full_id
 
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """See Controller.report_lost."""

@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 
 from legato.cluster.actors.calls import CALL_TIMEOUT_S, outcome
-from legato.cluster.actors.controller_actor import ControllerActor
+from legato.cluster.actors.controller_actor import HEAD_LOST, ControllerActor
 from legato.cluster.actors.orphan_watch import CONTROLLER_NAME
 from legato.cluster.actors.worker_process import end_process
 from legato.cluster.owner_watch import BEAT_PERIOD_S
@@ -47,6 +47,7 @@ class ControllerLink:
         )
         self.handle = actor.remote(plan, targets, options, owner)
         self.failure = ""  # why it is gone for good
+        self.head_lost = False  # as it says itself
         self._process: WorkerProcess | None = None
         self._beat_call = self.handle.beat.remote()
         self._answered_at_s: float | None = None
@@ -70,21 +71,27 @@ class ControllerLink:
             news = f"the controller has not answered for {SILENCE_S:g} s; it is ended"
         return news
 
-    def ask(self, method: str, *words: Any) -> Any:  # noqa: ANN401  # any method, any answer
+    def ask(self, method: str, bound_s: float = CALL_TIMEOUT_S) -> Any:  # noqa: ANN401  # any answer
         """What a call to it gives; None where there is no answer, such as while it restarts."""
         try:
-            return ray.get(getattr(self.handle, method).remote(*words), timeout=CALL_TIMEOUT_S)
+            return ray.get(getattr(self.handle, method).remote(), timeout=bound_s)
         except (RayActorError, GetTimeoutError):
             return None
 
     def _note_answer(self, now_s: float) -> str:
         try:
-            process: WorkerProcess = ray.get(self._beat_call)
+            answer: tuple[WorkerProcess, bool] = ray.get(self._beat_call)
         except ActorUnavailableError:
             return ""
         except ActorDiedError:
             self.failure = f"the controller ended: {outcome(self._beat_call)}"
             return ""
         self._answered_at_s = now_s
-        is_new, self._process = self._process not in (None, process), process
-        return "the controller ended and was started again" if is_new else ""
+        process, head_lost = answer
+        news = []
+        if self._process not in (None, process):
+            news.append("the controller ended and was started again")
+        if head_lost is not self.head_lost:
+            news.append(HEAD_LOST if head_lost else "Ray's head answers again")
+        self._process, self.head_lost = process, head_lost
+        return "; ".join(news)

@@ -65,11 +65,15 @@ class RouterActor:
         """
         return await asyncio.shield(self._end_asked)
 
-    async def end(self, drain_timeout_s: float) -> None:
-        """No new requests; running ones have `drain_timeout_s`; then the port closes."""
+    async def end(self, drain_timeout_s: float) -> int:
+        """No new requests; running ones have `drain_timeout_s`; then the port closes. Returns how
+        many were cut.
+        """
+        num_cut = 0
         if self._router is not None:
-            await self._router.drain(drain_timeout_s)
+            num_cut = await self._router.drain(drain_timeout_s)
             await self._router.stop()
+        return num_cut
 
     async def _serve(self) -> RouterPlace:
         from legato.cluster.router import Router

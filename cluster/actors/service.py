@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from legato.cluster.actors.calls import CALL_TIMEOUT_S
 from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
 from legato.cluster.actors.controller_actor import HEAD_LOST
 from legato.cluster.actors.controller_link import ControllerLink
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from legato.cluster.control_plane import Role
     from legato.cluster.pool import ControllerOptions
 
+_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's least: we put nothing in it
 
 
@@ -54,7 +58,7 @@ class RayService:
             ServiceError: it does not start.
         """
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
-        with _failure_in_words("Ray could not be started"):
+        with failure_in_words("Ray could not be started"):
             ray.init(
                 address="local",
                 namespace=self._namespace,
@@ -83,7 +87,7 @@ class RayService:
                 probe_ray(dialled)
             except ServiceError as error:
                 raise ServiceError(f"Ray takes {address} for {dialled}: {error}") from error
-        with _failure_in_words(f"joining Ray at {address} failed"):
+        with failure_in_words(f"joining Ray at {address} failed"):
             ray.init(
                 address=address,
                 namespace=self._namespace,
@@ -119,6 +123,7 @@ class RayService:
             self._head_lost = True
             if self._controller is not None:
                 self._controller.ask("head_lost")
+                self._controller.head_lost = True  # it is said here
             news.append(HEAD_LOST)
         if self._routers is not None:
             news += self._routers.look(now_s)
@@ -137,14 +142,14 @@ class RayService:
             return ""
         return self._routers.failure() or self._controller.failure
 
-    def start_failure(self) -> str:
-        """Why the service cannot come up; empty while it may."""
+    def start_failure(self, bound_s: float = CALL_TIMEOUT_S) -> str:
+        """Why the service cannot come up; empty while it may. Asks for `bound_s` at most."""
         if self._head_lost:
             return "Ray's head process (gcs_server) ended"
         if self._controller is None or self._routers is None:
             return ""
         failed = self._routers.start_failure() or self._controller.failure
-        return failed or self._controller.ask("hopeless") or ""
+        return failed or self._controller.ask("hopeless", bound_s) or ""
 
     def router_addresses(self) -> list[str]:
         """host:port of each, once all serve."""
@@ -154,9 +159,11 @@ class RayService:
         """host:port of each HTTP endpoint; none where there is none."""
         return [] if self._routers is None else self._routers.http_addresses()
 
-    def pools(self) -> list[cluster_pb2.PoolStatus] | None:
-        """See Controller.pools; None where it does not answer, such as while it restarts."""
-        raw = None if self._controller is None else self._controller.ask("pools")
+    def pools(self, bound_s: float = CALL_TIMEOUT_S) -> list[cluster_pb2.PoolStatus] | None:
+        """See Controller.pools; None where it does not answer within `bound_s`, such as while it
+        restarts.
+        """
+        raw = None if self._controller is None else self._controller.ask("pools", bound_s)
         return None if raw is None else [cluster_pb2.PoolStatus.FromString(data) for data in raw]
 
     def end_asked(self) -> float | None:
@@ -166,6 +173,14 @@ class RayService:
     def begin_drain(self, drain_timeout_s: float) -> list[Any]:
         """Closes the routers to new requests; `done` tells when the running ones have ended."""
         return [] if self._routers is None else self._routers.begin_end(drain_timeout_s)
+
+    def num_cut(self, calls: list[Any]) -> int:
+        """Of calls of `begin_drain` that have ended: how many requests had not, and were cut."""
+        num_cut = 0
+        for call in calls:
+            with contextlib.suppress(RayError):  # its router died; or it has not ended
+                num_cut += ray.get(call, timeout=0)
+        return num_cut
 
     def begin_stop(self) -> list[Any]:
         """Ends the workers."""
@@ -215,11 +230,19 @@ class RayService:
         return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)
 
 
-@contextmanager
-def _failure_in_words(what: str) -> Iterator[None]:
+@contextlib.contextmanager
+def failure_in_words(what: str) -> Iterator[None]:
+    """Within the block, whatever Ray raises becomes a ServiceError of one sentence."""
     try:
         yield
     except Exception as error:  # Ray raises bare ones, such as where its raylet starts too slowly
+        if versions := _VERSIONS.findall(str(error)):
+            (theirs, their_python), (ours, our_python) = versions[0], versions[-1]
+            raise ServiceError(
+                f"{what}: the cluster runs Ray {theirs} and Python {their_python}, this machine "
+                f"Ray {ours} and Python {our_python}; install the same on all machines "
+                f"(pip install ray=={theirs})"
+            ) from error
         raise ServiceError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 

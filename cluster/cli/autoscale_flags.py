@@ -2,129 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, ClassVar
 
-import typer
+from pydantic import BaseModel, Field
 
-from legato.cluster.autoscale_options import AutoscaleOptions, parse_duration, parse_ranges
+from legato.cluster.autoscale_options import AutoscaleOptions as Options
+from legato.cluster.cli.service_forms import Duration, Ranges
+from legato.cluster.cli.setting_error import SettingError
+from legato.cluster.cli.setting_forms import Switch
 
-if TYPE_CHECKING:
-    from legato.cluster.control_plane import Role
+# Of each setting that means nothing alone, the option that it sets.
+_NEED_RANGES = {
+    "ttft_slo": "ttft_slo_s",
+    "itl_slo": "itl_slo_s",
+    "autoscale_up_after": "up_after_s",
+    "autoscale_down_after": "down_after_s",
+    "autoscale_cool_down": "cool_down_s",
+    "autoscale_dry_run": "dry_run",
+}
 
-AutoscaleOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="prefill=MIN..MAX decode=MIN..MAX",
-        help="Let the pools grow and shrink with the load, each within its range; "
+
+class AutoscaleFlags(BaseModel):
+    """Each is an option, a variable and a key of the file."""
+
+    autoscale_title: ClassVar[str] = "Autoscaler"
+
+    # A PoolRange of each role.
+    autoscale: Annotated[Any, Ranges()] = Field(
+        None,
+        description="Let the pools grow and shrink with the load, each within its range; "
         "--prefill and --decode are what they start with.",
-        show_default=False,
-    ),
-]
+    )
+    autoscale_dry_run: Annotated[bool, Switch()] = Field(
+        Options.dry_run, description="Decide and tell, and change nothing."
+    )
+    ttft_slo: Annotated[float, Duration()] = Field(
+        Options.ttft_slo_s, description="Time to first token that prefill is scaled for."
+    )
+    itl_slo: Annotated[float, Duration()] = Field(
+        Options.itl_slo_s, description="Time between tokens that decode is scaled for."
+    )
+    autoscale_up_after: Annotated[float, Duration()] = Field(
+        Options.up_after_s, description="So long more workers must be needed before they come."
+    )
+    autoscale_down_after: Annotated[float, Duration()] = Field(
+        Options.down_after_s, description="So long fewer must be enough before one goes."
+    )
+    autoscale_cool_down: Annotated[float, Duration()] = Field(
+        Options.cool_down_s, description="So long a pool is left alone once it has changed."
+    )
 
-AutoscaleMoreOption = Annotated[  # an option takes one word: here is the other
-    list[str] | None, typer.Argument(hidden=True, metavar="[POOL=MIN..MAX]...")
-]
-
-AutoscaleDryRunOption = Annotated[
-    bool,
-    typer.Option("--autoscale-dry-run", help="Decide and tell, and change nothing."),
-]
-
-TtftSloOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Time to first token that prefill is scaled for. Default: 500ms.",
-        show_default=False,
-    ),
-]
-
-ItlSloOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Time between tokens that decode is scaled for. Default: 50ms.",
-        show_default=False,
-    ),
-]
-
-AutoscaleUpAfterOption = Annotated[
-    str | None,
-    typer.Option(
-        help="So long more workers must be needed before they come. Default: 3s.",
-        show_default=False,
-    ),
-]
-
-AutoscaleDownAfterOption = Annotated[
-    str | None,
-    typer.Option(
-        help="So long fewer must be enough before one goes. Default: 60s.",
-        show_default=False,
-    ),
-]
-
-AutoscaleCoolDownOption = Annotated[
-    str | None,
-    typer.Option(
-        help="So long a pool is left alone once it has changed. Default: 15s.",
-        show_default=False,
-    ),
-]
-
-
-@dataclass(frozen=True)
-class AutoscaleFlags:
-    """As typed; None where an option is not given."""
-
-    ranges: str | None
-    more_words: tuple[str, ...]  # that stand by themselves
-    dry_run: bool
-    ttft_slo: str | None
-    itl_slo: str | None
-    up_after: str | None
-    down_after: str | None
-    cool_down: str | None
-
-    def read(self, num_prefill: int, num_decode: int) -> AutoscaleOptions | None:
-        """None without --autoscale. The numbers are those of workers to start with.
+    def autoscale_options(self, num_prefill: int, num_decode: int) -> Options | None:
+        """None without ranges. The numbers are those of workers to start with.
 
         Raises:
-            typer.BadParameter: naming the option, what was given and what would do.
+            SettingError: naming the setting, what was given and what would do.
         """
-        durations = {
-            "--ttft-slo": ("ttft_slo_s", self.ttft_slo),
-            "--itl-slo": ("itl_slo_s", self.itl_slo),
-            "--autoscale-up-after": ("up_after_s", self.up_after),
-            "--autoscale-down-after": ("down_after_s", self.down_after),
-            "--autoscale-cool-down": ("cool_down_s", self.cool_down),
-        }
-        given = [option for option, (_, text) in durations.items() if text is not None]
-        given += ["--autoscale-dry-run"] if self.dry_run else []
-        if self.ranges is None:
-            if given:
-                raise typer.BadParameter("does nothing without --autoscale", param_hint=given[0])
-            if self.more_words:
-                raise typer.BadParameter(f"takes options only, got {self.more_words[0]!r}")
+        if self.autoscale is None:
+            for name in _NEED_RANGES:
+                if name in self.model_fields_set and getattr(self, name) is not False:
+                    raise SettingError(name, "does nothing without --autoscale")
             return None
-        seconds: dict[str, float] = {}
-        for option, (name, text) in durations.items():
-            if text is not None:
-                try:
-                    seconds[name] = parse_duration(text)
-                except ValueError as error:
-                    raise typer.BadParameter(str(error), param_hint=option) from None
-        try:
-            ranges = parse_ranges((*self.ranges.split(), *self.more_words))
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--autoscale") from None
-        sizes: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
-        for role, size in sizes.items():
-            allowed = ranges[role]
-            if size not in allowed:
-                raise typer.BadParameter(
-                    f"must be within --autoscale {role}={allowed}, got {size}",
-                    param_hint=f"--{role}",
-                )
-        return AutoscaleOptions(
-            ranges["prefill"], ranges["decode"], dry_run=self.dry_run, **seconds
-        )
+        for role, size in (("prefill", num_prefill), ("decode", num_decode)):
+            if size not in self.autoscale[role]:
+                allowed = f"--autoscale {role}={self.autoscale[role]}"
+                raise SettingError(role, f"must be within {allowed}, got {size}")
+        more = {option: getattr(self, name) for name, option in _NEED_RANGES.items()}
+        return Options(self.autoscale["prefill"], self.autoscale["decode"], **more)

@@ -33,19 +33,23 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # by parameter: annotation, default
     "tls_ca": (
         Annotated[
             Path | None,
-            _option("--tls-ca", help="TLS: who signed the service's certificate. [LEGATO_TLS_CA]"),
+            _option(
+                "--tls-ca", help="TLS: who signed the service's certificate. [LEGATO_CLIENT_TLS_CA]"
+            ),
         ],
         None,
     ),
     "tls_cert": (
         Annotated[
             Path | None,
-            _option("--tls-cert", help="A certificate of the client's own. [LEGATO_TLS_CERT]"),
+            _option(
+                "--tls-cert", help="A certificate of the client's own. [LEGATO_CLIENT_TLS_CERT]"
+            ),
         ],
         None,
     ),
     "tls_key": (
-        Annotated[Path | None, _option("--tls-key", help="Its key. [LEGATO_TLS_KEY]")],
+        Annotated[Path | None, _option("--tls-key", help="Its key. [LEGATO_CLIENT_TLS_KEY]")],
         None,
     ),
     "token_file": (

@@ -86,7 +86,7 @@ def connect(address: str, access: ClientAccess | None = None) -> Iterator[grpc.C
         with _channel(target, access) as channel:
             if targets and not _is_greeted(channel):
                 continue
-            with _sentences(target):
+            with sentences(target):
                 yield channel
             return
 
@@ -125,7 +125,7 @@ def connect_client(address: str) -> Iterator[Client]:
         client = Client(address, access=access)
     except ValueError as error:
         raise ServiceError(str(error)) from error
-    with _sentences(address), client:
+    with sentences(address), client:
         yield client
 
 
@@ -137,7 +137,8 @@ def _nobody(address: str) -> ServiceError:
 
 
 @contextmanager
-def _sentences(address: str) -> Iterator[None]:
+def sentences(address: str) -> Iterator[None]:
+    """Within the block gRPC errors become ServiceErrors of one sentence."""
     import grpc
 
     try:

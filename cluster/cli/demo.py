@@ -29,7 +29,9 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 96,
 ) -> None:
-    """Start one prefill and one decode worker, ask something, show where the time went, end.
+    """Start a pair, ask something, show where the time went.
+
+    One prefill and one decode worker of the demo model; all of it ends with the answer.
 
     Example:
 

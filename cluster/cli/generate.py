@@ -15,8 +15,9 @@ from legato.cluster.cli.connection import AddressOption, PortOption, choose_addr
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
+    from legato.cluster.blocking_client import Stream
     from legato.cluster.client import Event
     from legato.protos import common_pb2, generation_pb2
 
@@ -73,9 +74,9 @@ def generate(
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Send a prompt and print the answer as it comes. Ctrl-C cancels it.
+    """Send a prompt and print the answer as it comes.
 
-    Several answers (--n) are printed one after the other, each under its number.
+    Ctrl-C cancels it. Several answers (--n) are printed one after the other, each under its number.
 
     Examples:
 
@@ -92,7 +93,7 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     for name, words in (("the prompt", [text]), ("--system", [system]), ("--stop", stop or [])):
         for word in words:
-            _check_utf8(name, word or "")
+            check_utf8(name, word or "")
     with connect_client(choose_address(address, port)) as client:
         if chat is None:
             chat = client.model().has_chat_template
@@ -111,7 +112,7 @@ def generate(
             request.priority = common_pb2.PRIORITY_BATCH
         # Ctrl-C, or nobody reads our output: leaving the block frees the KV at once.
         with client.stream(request, timeout_s=timeout) as stream:
-            answers = _print_stream(stream, n, quiet=as_json)
+            answers = _print_stream(_with_note(stream, max_tokens), n, quiet=as_json)
     if as_json:
         objects = [_as_dict(answer) for answer in answers]
         shown = objects[0] if n == 1 else {"answers": objects}
@@ -149,9 +150,24 @@ def make_request(
 
 def _print_stream(events: Iterable[Event], num_answers: int, *, quiet: bool) -> list[Answer]:
     answers = read_answers(events, num_answers, _writer(num_answers, quiet=quiet))
-    if not quiet and (num_answers > 1 or sys.stdout.isatty()):
+    if not quiet:
         print()
     return answers
+
+
+def _with_note(stream: Stream, asked: int | None) -> Iterator[Event]:
+    """The stream's events; says before the first where the answer may not be as long as asked."""
+    noted = asked is None
+    for event in stream:
+        if not noted and asked is not None and stream.max_tokens is not None:
+            noted = True
+            if stream.max_tokens < asked:
+                print(
+                    f"legato: the answer may have {stream.max_tokens:,} tokens, not --max-tokens "
+                    f"{asked:,}: the context has no room for more",
+                    file=sys.stderr,
+                )
+        yield event
 
 
 def _writer(num_answers: int, *, quiet: bool) -> Callable[[int, str], None]:
@@ -184,7 +200,8 @@ def _read_stdin() -> str:
         raise ServiceError(f"the prompt is no UTF-8 text: {error.reason}") from error
 
 
-def _check_utf8(name: str, text: str) -> None:
+def check_utf8(name: str, text: str) -> None:
+    """Raises ServiceError naming what it is and where it is wrong."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes that are no UTF-8 come from a shell as surrogates

@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
-from typing import cast
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 import typer
 
-from legato.cluster.cli.batch import batch
-from legato.cluster.cli.certs import certs
 from legato.cluster.cli.client_flags import secured
-from legato.cluster.cli.demo import demo
-from legato.cluster.cli.generate import generate
-from legato.cluster.cli.operate import scale, status, stop
-from legato.cluster.cli.role import role
-from legato.cluster.cli.serve import serve
 from legato.cluster.errors import ServiceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Typer shows these in a box of seven lines, and has no public name for all of them.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
-app = typer.Typer(
-    name="legato",
-    help="LLM serving with prefill and decode on separate workers.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _command in (serve, generate, batch, status, scale, role, stop, demo, certs):
-    app.command()(secured(_command))
+# Where each command is. Only the one that is typed is loaded: `legato status` waits for no other.
+COMMANDS = {
+    "serve": "serve",
+    "generate": "generate",
+    "chat": "chat",
+    "batch": "batch",
+    "status": "status",
+    "top": "top",
+    "scale": "scale",
+    "role": "role",
+    "drain": "drain",
+    "stop": "stop",
+    "config": "show_config",
+    "doctor": "doctor",
+    "certs": "certs",
+    "demo": "demo",
+}
 
 
-@app.callback(invoke_without_command=True)
-def top(
+def build_app(wanted: str | None = None) -> typer.Typer:
+    """With one command only, where it is known; else with all."""
+    app = typer.Typer(
+        name="legato",
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # its tables cut the names of options where a terminal is narrow
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback(invoke_without_command=True, help=_help(_legato))(_legato)
+    for name in [wanted] if wanted in COMMANDS else COMMANDS:
+        command = getattr(import_module(f"legato.cluster.cli.{COMMANDS[name]}"), name)
+        app.command(name, help=_help(command))(secured(command))
+    return app
+
+
+def _help(command: Callable[..., object]) -> str:
+    """Its docstring, with the examples as they are: no line of theirs is broken."""
+    text, title, examples = inspect.cleandoc(command.__doc__ or "").partition("\nExample")
+    if not title:
+        return text
+    first, *lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    return "\n".join([text, f"Example{first}", "", "\b", *(f"  {line}" for line in lines)])
+
+
+def _legato(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    """LLM serving with prefill and decode on separate workers."""
+    """LLM serving with prefill and decode on separate workers.
+
+    Examples:
+
+        legato doctor
+
+        legato serve --model demo
+
+        legato chat
+
+        legato serve --help
+    """
     if version:
         from legato.cluster.version import legato_version
 
@@ -49,6 +89,8 @@ def top(
 
 def main() -> None:
     """Runs the command line; one line on stderr and a non-zero code where something is wrong."""
+    completing = "_LEGATO_COMPLETE" in os.environ
+    app = build_app(None if completing else next(iter(sys.argv[1:]), None))
     try:
         code = app(prog_name="legato", standalone_mode=False)
     except ServiceError as error:

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import re
 
-import typer
-
 from legato.cluster.byte_size import parse_bytes
 
 _FRACTION = re.compile(r"1|\d{0,18}\.\d{1,18}")
 
 
-def parse_size(text: str, option: str = "--kv-memory", or_else: str = "") -> int:
-    """Bytes from 1GiB, 512MiB, 2GB (powers of 1000) or a plain number; BadParameter for others.
+def parse_size(text: str, or_else: str = "") -> int:
+    """Bytes from 1GiB, 512MiB, 2GB (powers of 1000) or a plain number; ValueError for others.
 
-    `or_else`: what the option takes besides, for the message.
+    `or_else`: what may stand there besides, for the message.
     """
     size = parse_bytes(text)
     if size is None:
-        raise typer.BadParameter(
-            f"must be a size such as 512MiB or 2GiB{or_else}, got {text!r}", param_hint=option
-        )
+        raise ValueError(f"must be a size such as 512MiB or 2GiB{or_else}, got {text!r}")
     if size < 1:
-        raise typer.BadParameter(f"must be at least 1 byte{or_else}, got {text}", param_hint=option)
+        raise ValueError(f"must be at least 1 byte{or_else}, got {text}")
     return size
 
 
-def parse_size_or_0(text: str, option: str) -> int:
-    """`parse_size`, and `0` as well."""
-    return 0 if text.strip() == "0" else parse_size(text, option, ", or 0 for none")
-
-
-def parse_fraction(text: str, option: str) -> float | None:
+def parse_fraction(text: str) -> float | None:
     """A number in (0, 1] without a unit, as `0.6`; None where `text` must be a size."""
     if _FRACTION.fullmatch(text.strip()) is None:
         return None
     fraction = float(text)
     if not 0 < fraction <= 1:
-        raise typer.BadParameter(
-            f"without a unit must be whole bytes or a fraction in (0, 1], got {text!r}",
-            param_hint=option,
+        raise ValueError(
+            f"without a unit must be whole bytes or a fraction in (0, 1], got {text!r}"
         )
     return fraction

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from legato.cluster.cli.status_table import size_words
+
 if TYPE_CHECKING:
     from rich.status import Status
 
+BAR_CELLS = 20
+PLAIN_STEP_PERCENT = 10  # where there is no terminal, a line for so much
+_WEIGHTS = re.compile(r"weights (\d{1,3}) %")
+
 
 class TerminalProgress:
-    """A line for every step; what is waited for spins below it where there is a terminal."""
+    """A line for every step; what is waited for spins below it where there is a terminal, with bars
+    for what has a measure.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -29,18 +38,31 @@ class TerminalProgress:
         if not self._console.is_terminal:
             if text != self._state:
                 self.stage(text)
-        elif self._status is None:
-            self._status = self._console.status(self._plain(text))
-            self._status.start()
         else:
-            self._status.update(self._plain(text))
+            self._spin(_WEIGHTS.sub(lambda found: f"weights {bar(int(found[1]))}", text))
         self._state = text
+
+    def amount(self, text: str, done: int, total: int) -> None:
+        """See `legato.cluster.owner.Progress`."""
+        percent = min(100, 100 * done // total) if total > 0 else 0
+        if not self._console.is_terminal:
+            step = percent // PLAIN_STEP_PERCENT * PLAIN_STEP_PERCENT
+            self.state(f"{text}: {step} % of {size_words(total)}")
+        else:
+            self._spin(f"{text} {bar(percent)} of {size_words(total)}")
 
     def close(self) -> None:
         """Takes the spinner away."""
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+    def _spin(self, text: str) -> None:
+        if self._status is None:
+            self._status = self._console.status(self._plain(text))
+            self._status.start()
+        else:
+            self._status.update(self._plain(text))
 
     def _elapsed(self) -> str:
         return f"[{time.monotonic() - self._started_s:5.1f} s]"
@@ -49,3 +71,9 @@ class TerminalProgress:
         from rich.markup import escape
 
         return escape(f"{self._elapsed()} {text}")
+
+
+def bar(percent: int) -> str:
+    """`██████████░░░░░░░░░░ 50 %`."""
+    cells = BAR_CELLS * min(100, percent) // 100
+    return f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {percent:3d} %"

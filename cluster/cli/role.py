@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -37,14 +38,15 @@ def role(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds; its running streams move or end first.")
     ] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end.")] = False,
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
-    """Let a worker that runs go on in another role, without loading the weights again.
+    """Let a running worker go on in another role.
 
-    It takes no new work; its running streams move to other workers, or end; then it serves under
-    another id. Its old pool is to be one smaller, its new one larger. The last ready worker of a
-    pool stays.
+    The weights are not loaded again. It takes no new work; its running streams move to other
+    workers, or end; then it serves under another id. Its old pool is to be one smaller, its new one
+    larger. The last ready worker of a pool stays.
 
     Examples:
 
@@ -59,12 +61,18 @@ def role(
         stub = cluster_pb2_grpc.ClusterStub(channel)
         answer = stub.ChangeRole(request, timeout=CALL_TIMEOUT_S)
         old = short_id(answer.worker_id)
-        print(f"{old} drains, then it is a {new_role} worker")
-        print("target: " + ", ".join(f"{role_name(t.role)} {t.target}" for t in answer.targets))
-        if wait:
-            began_s = time.monotonic()
-            new = _wait(stub, answer.worker_id, timeout)
-            print(f"{old} is {short_id(new)} now, after {time.monotonic() - began_s:.1f} s")
+        targets = {role_name(target.role): target.target for target in answer.targets}
+        if not as_json:
+            print(f"{old} drains, then it is a {new_role} worker")
+            print("target: " + ", ".join(f"{name} {size}" for name, size in targets.items()))
+        began_s = time.monotonic()
+        new = _wait(stub, answer.worker_id, timeout) if wait else None
+        took_s = round(time.monotonic() - began_s, 3)
+        if as_json:
+            told = {"worker_id": answer.worker_id, "becomes": new, "targets": targets}
+            print(json.dumps(told | ({"took_s": took_s} if wait else {})))
+        elif new is not None:
+            print(f"{old} is {short_id(new)} now, after {took_s:.1f} s")
 
 
 def parse_role(word: str) -> common_pb2.WorkerRole.ValueType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ def autoscaler_lines(status: cluster_pb2.AutoscalerStatus) -> list[str]:
 
 def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
     """One line a worker: who it is, and its sequences."""
-    table = _table(
+    table = table_of(
         ("worker", "state", "address", "pid"),
         ("running", "waiting", "swapped", "preempted", "tokens"),
     )
@@ -82,7 +82,7 @@ def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
             load = worker.load
             table.add_row(
                 short_id(worker.worker_id),
-                _phase(worker.phase),
+                phase_name(worker.phase),
                 worker.address,
                 str(worker.pid or ""),
                 f"{load.running:,}",
@@ -95,27 +95,70 @@ def worker_table(answer: cluster_pb2.GetStatusResponse) -> Table:
 
 
 def kv_table(answer: cluster_pb2.GetStatusResponse) -> Table:
-    """One line a worker: its KV blocks. free + cached + held = total; a promise names no block, and
-    is kept with free or cached ones.
-    """
-    table = _table(
+    """One line a worker: its KV blocks, and what it has sent by which lane."""
+    table = table_of(
         ("KV blocks of",),
-        ("free", "cached", "held", "total", "promised", "in host memory", "prefix hits"),
+        ("free", "cached", "held", "total", "promised", "in host memory", "prefix hits", "sent"),
     )
     for pool in answer.pools:
         for worker in pool.workers:
             load = worker.load
             table.add_row(
                 short_id(worker.worker_id),
-                f"{load.free_blocks + load.reserved_blocks - load.cached_blocks:,}",
-                f"{load.cached_blocks:,}",
-                f"{load.held_blocks:,}",
-                f"{load.total_blocks:,}",
-                f"{load.reserved_blocks:,}",
+                *(f"{count:,}" for count in kv_blocks(load).values()),
                 f"{load.swap_held_blocks:,} of {load.swap_total_blocks:,}",
                 prefix_hits(load.prefix_blocks_asked, load.prefix_blocks_hit),
+                kv_sent(load),
             )
     return table
+
+
+def kv_blocks(load: common_pb2.WorkerLoad) -> dict[str, int]:
+    """free + cached + held = total; a promise names none of them: free or cached ones keep it."""
+    return {
+        "free": load.free_blocks + load.reserved_blocks - load.cached_blocks,
+        "cached": load.cached_blocks,
+        "held": load.held_blocks,
+        "total": load.total_blocks,
+        "promised": load.reserved_blocks,
+    }
+
+
+def status_dict(answer: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
+    """The answer's fields; of KV blocks what the table has, under the same names."""
+    from google.protobuf.json_format import MessageToDict
+
+    told: dict[str, Any] = MessageToDict(
+        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for pool, shown_pool in zip(answer.pools, told["pools"], strict=True):
+        for worker, shown in zip(pool.workers, shown_pool["workers"], strict=True):
+            # These count what is free otherwise, and would stand beside the table's.
+            for field in ("total", "free", "reserved", "held", "cached"):
+                shown.get("load", {}).pop(f"{field}_blocks", None)
+            shown["kv_blocks"] = kv_blocks(worker.load)
+    return told
+
+
+def kv_sent(load: common_pb2.WorkerLoad) -> str:
+    """How much KV this worker has sent, and by which lane."""
+    if not load.kv_bytes_sent:
+        return "-"
+    by_memory = load.kv_bytes_sent_by_memory / load.kv_bytes_sent
+    if by_memory in (0, 1):
+        lane = "shared memory" if by_memory else "gRPC"
+    else:
+        lane = f"{100 * by_memory:.0f} % by shared memory"
+    return f"{size_words(load.kv_bytes_sent)}, {lane}"
+
+
+def size_words(num_bytes: float) -> str:
+    """For people: 512 B, 4.2 MB, 17 GB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
 
 
 def preemptions(load: common_pb2.WorkerLoad) -> str:
@@ -130,7 +173,8 @@ def prefix_hits(asked: int, hit: int) -> str:
     return f"{100 * hit / asked:.0f} % of {asked:,}" if asked else "-"
 
 
-def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+def table_of(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    """Empty, with these columns to the left and to the right."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -154,7 +198,8 @@ def role_name(role: int) -> str:
     return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()  # type: ignore[arg-type]  # enum values are ints at run time
 
 
-def _phase(phase: int) -> str:
+def phase_name(phase: int) -> str:
+    """`ready`, `draining`, …."""
     from legato.protos import common_pb2
 
     return common_pb2.WorkerPhase.Name(phase).removeprefix("WORKER_PHASE_").lower()  # type: ignore[arg-type]  # as above

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-import typer
 from fake_engine import fake_loaded, fake_sample
 from fake_worker import FakeWorker
 from local_service import LocalService, collect
@@ -172,7 +171,7 @@ def test_a_worker_reads_sizes_as_the_service_does(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["0.6", ".25", "1", "1.0", "2", "0", "1GiB", "0.5GiB", "", "x"])
 def test_a_worker_reads_fractions_as_the_service_does(text: str) -> None:
-    assert read_fraction(text, "--x") == parse_fraction(text, "--x")
+    assert read_fraction(text, "--x") == parse_fraction(text)
 
 
 def test_a_wrong_size_is_named() -> None:
@@ -187,5 +186,5 @@ def test_a_wrong_size_is_named() -> None:
 
 @pytest.mark.parametrize("parse", [parse_byte_size, parse_size])
 def test_a_size_of_too_many_digits_is_refused(parse: Callable[[str], int]) -> None:
-    with pytest.raises((ValueError, typer.BadParameter), match="9999"):
+    with pytest.raises(ValueError, match="9999"):
         parse("9" * 400)

@@ -102,6 +102,9 @@ class StaticControl:
     async def change_role(self, worker_id: str, role: Role) -> RoleChange:
         raise UnknownWorkerError("nothing here changes its role")
 
+    async def drain_worker(self, worker_id: str) -> str:
+        raise UnknownWorkerError("nothing here is drained by hand")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         return None
 

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TOKEN = "0123456789abcdef" * 4
+# `ray`, which tells its cluster another version.
+OTHER_VERSION = """
+import platform
+import ray._private.utils as utils
+utils.compute_version_info = lambda: ("{version}", platform.python_version())
+from ray.scripts.scripts import main
+main()
+"""
 
 
 @contextmanager
-def ray_head(tmp_path: Path, *, token: bool = False) -> Iterator[str]:
-    """A Ray cluster of one node with one CPU, as an operator starts it."""
+def ray_head(tmp_path: Path, *, token: bool = False, version: str = "") -> Iterator[str]:
+    """A Ray cluster of one node with one CPU, as an operator starts it; says it is of `version`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,9 +42,12 @@ def ray_head(tmp_path: Path, *, token: bool = False) -> Iterator[str]:
     )
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": temp, **auth}
     env["RAY_worker_niceness"] = "0"  # as in a Ray of our own
+    ray = [str(Path(sys.executable).parent / "ray")]
+    if version:
+        ray = [sys.executable, "-c", OTHER_VERSION.format(version=version)]
     with (tmp_path / "ray.log").open("w") as log:
         head = subprocess.Popen(
-            [str(Path(sys.executable).parent / "ray"), "start", *words, "--block"],
+            [*ray, "start", *words, "--block"],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=env,

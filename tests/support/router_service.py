@@ -121,6 +121,7 @@ class FakeControl:
         self.role_changes: list[tuple[str, Role]] = []
         self.refusal: ValueError | None = None  # of a change of role
         self.pools_delay_s = 0.0
+        self.drained: list[str] = []
         self.told: list[cluster_pb2.PoolStatus] = []
         self.loads: list[RouterLoad] = []
         self.failing = False  # where it is told of load, or asked of the autoscaler
@@ -145,6 +146,12 @@ class FakeControl:
         if self.refusal is not None:
             raise self.refusal
         return RoleChange(f"{worker_id}-in-full", self.targets)
+
+    async def drain_worker(self, worker_id: str) -> str:
+        self.drained.append(worker_id)
+        if self.refusal is not None:
+            raise self.refusal
+        return f"{worker_id}-in-full"
 
     async def shutdown(self, drain_timeout_s: float) -> None:
         self.shutdowns.append(drain_timeout_s)

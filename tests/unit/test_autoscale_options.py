@@ -22,9 +22,10 @@ def test_ranges_come_in_any_order_and_one_number_is_both_ends() -> None:
     ("words", "message"),
     [
         (("prefill=1..8", "--ttft-slo"), "one is '--ttft-slo'"),
-        (("prefill=1..8", "decode"), "one is 'decode'"),
-        (("prefill=1..8", "decode=1..x"), "one is 'decode=1..x'"),
-        (("prefill=1..8", "decode=-1..2"), "one is 'decode=-1..2'"),
+        (("prefill=1..8", "decode"), r"decode must be MIN\.\.MAX with .* <= 1024, got 'decode'"),
+        (("prefill=1..8", "decode=1..x"), r"decode must be MIN\.\.MAX .* got 'decode=1\.\.x'"),
+        (("prefill=1..8", "decode=-1..2"), r"decode must be MIN\.\.MAX .* got 'decode=-1\.\.2'"),
+        (("prefill=1..9999999999", "decode=1"), "prefill: must be at most 1024 workers, got 1"),
         (("prefill=1..8", "colour=1..2"), "one is 'colour=1..2'"),
         (("prefill=1..8", "prefill=1..2"), "prefill is given twice"),
         (("prefill=1..8",), "decode=MIN..MAX is missing"),

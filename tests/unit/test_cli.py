@@ -19,8 +19,9 @@ from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
 from legato.cluster.cli.connection import connect
 from legato.cluster.cli.kv_capacity import kv_lines
-from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
-from legato.cluster.cli.operate import parse_targets
+from legato.cluster.cli.memory_size import parse_fraction, parse_size
+from legato.cluster.cli.scale import parse_targets
+from legato.cluster.cli.service_forms import SizeOrNone
 from legato.cluster.cli.status_table import short_id, status_lines
 from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
@@ -118,6 +119,7 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
         load.running, load.waiting, load.swapped = 11, 12, 13
         load.preemptions, load.preemptions_returned = 1400, 15
         load.swap_held_blocks, load.swap_total_blocks = 16, 1700
+        load.kv_bytes_sent, load.kv_bytes_sent_by_memory = 3 * 10**9, 225 * 10**7
         load.prefix_blocks_asked, load.prefix_blocks_hit = 1800, 450
         return cluster_pb2.GetStatusResponse(
             model="m", ready=self.ready, pools=pools, owner_host="elsewhere", owner_pid=1
@@ -176,7 +178,7 @@ def test_generate_prints_the_answer_and_nothing_else(
     run: Runner, service: CannedService, capsys: Captured
 ) -> None:
     assert run("generate", "hello", "--max-tokens", "5", "--seed", "0", "--stop", "x") == 0
-    assert capsys.readouterr().out == "two wörds"
+    assert capsys.readouterr().out == "two wörds\n"
     request = service.requests[0]
     assert [(m.role, m.content) for m in request.messages.messages] == [("user", "hello")]
     assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["x"])
@@ -352,7 +354,7 @@ def test_of_several_routers_one_that_is_there_is_asked(
         for _ in range(2):
             assert run.bare("generate", "hello", "--raw", "--address", address) == 0
         assert run.bare("scale", "decode=2", "--address", address) == 0
-        assert capsys.readouterr().out == "two wördstwo wördstarget: prefill 1, decode 2\n"
+        assert capsys.readouterr().out == "two wörds\ntwo wörds\ntarget: prefill 1, decode 2\n"
         assert run.bare("status", "--address", address) == 0
         first, second = address.split(",")
         told = capsys.readouterr().out
@@ -408,15 +410,25 @@ def test_status_shows_pools_and_workers(
     workers, blocks = [line for line in text.splitlines() if line.startswith("decode-01234567 ")]
     assert workers.split()[-7:] == ["11", "12", "13", "1,400", "(15", "returned)", "0"]
     # Free blocks are those that are neither cached nor held: 600 + 90 promised - 250.
-    columns = "440 250 310 1,000 90 16 of 1,700 25 % of 1,800"
+    columns = "440 250 310 1,000 90 16 of 1,700 25 % of 1,800 3 GB, 75 % by shared memory"
     assert " ".join(blocks.split()[1:]) == columns
     assert "decode: 1 of 1 ready; prefix hits: 25 % of 1,800 blocks" in text
     service.ready = False
     assert run("status") == 3
     assert "waiting for 1 GPU" in capsys.readouterr().out
     assert run("status", "--json") == 3
-    load = json.loads(capsys.readouterr().out)["pools"][1]["workers"][0]["load"]
+    told = capsys.readouterr().out
+    load = json.loads(told)["pools"][1]["workers"][0]["load"]
     assert (load["swapped"], load["preemptions_returned"]) == ("13", "15")
+    worker = json.loads(told)["pools"][1]["workers"][0]
+    assert worker["kv_blocks"] == {  # as the table has them
+        "free": 440,
+        "cached": 250,
+        "held": 310,
+        "total": 1000,
+        "promised": 90,
+    }
+    assert not {"free_blocks", "total_blocks"} & worker["load"].keys()
     assert (load["swap_held_blocks"], load["prefix_blocks_hit"]) == ("16", "450")
 
 
@@ -490,8 +502,11 @@ def test_stop_waits_until_the_port_is_closed(
             ["--decode-dtype", "bfloat16", "--kv-wire", "bfloat16", "--weights", "int8"],
             "with --weights int8 both pools must have one dtype",
         ),
-        (["--kv-wire", "int4"], "must be one of same, float32, bfloat16, float16, int8, fp8"),
-        (["--weights", "int3"], "must be one of auto, keep, int8, int4"),
+        (
+            ["--kv-wire", "int4"],
+            "must be same, float32, bfloat16, float16, int8 or fp8, got 'int4'",
+        ),
+        (["--weights", "int3"], "must be auto, keep, int8, int4, int4-g64"),
         (["--device", "tpu"], "must be auto, cpu or cuda"),
         (["--kv-memory", "lots"], "2GiB, or a fraction in (0, 1], got 'lots'"),
         (["--kv-memory", "0"], "1 byte, or a fraction in (0, 1], got 0"),
@@ -502,13 +517,13 @@ def test_stop_waits_until_the_port_is_closed(
         (["--swap-memory", "0.5"], "at least 1 byte, or 0 for none, got 0.5"),
         (["--kv-lane", "ib"], "--kv-lane: must be auto or grpc, got 'ib'"),
         (["--admission", "hope"], "--admission: must be expected or reserve, got 'hope'"),
-        (["--admission-risk", "1"], "--admission-risk: must be in [0, 1), got 1.0"),
-        (["--admission-risk", "nan"], "--admission-risk: must be in [0, 1), got nan"),
+        (["--admission-risk", "1"], "--admission-risk: must be a number in [0, 1), got '1'"),
+        (["--admission-risk", "nan"], "--admission-risk: must be a number in [0, 1), got 'nan'"),
         (["--decode", "0"], "--decode: 0 serves nothing, whatever --prefill is: it needs a"),
         (["--prefill", "0", "--decode", "3"], "--prefill: 0 serves nothing"),
-        (["--block-size", "0"], "greater than or equal to 1, got '0' (see"),
-        (["--port", "70000"], "less than or equal to 65535, got '70000' (see"),
-        (["--admission-risk", "much"], "as a number, got 'much' (see"),
+        (["--block-size", "0"], "must be a whole number at least 1, got '0' (see"),
+        (["--port", "70000"], "must be a whole number in [0, 65535], got '70000' (see"),
+        (["--admission-risk", "much"], "must be a number in [0, 1), got 'much' (see"),
         (["--request-log", "/dev/null/x"], "cannot append to '/dev/null/x': Not a directory"),
     ],
 )
@@ -561,16 +576,14 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_a_number_without_a_unit_may_be_a_fraction() -> None:
-    assert [parse_fraction(text, "--x") for text in ("0.6", " .25", "1", "1.0")] == [
+    assert [parse_fraction(text) for text in ("0.6", " .25", "1", "1.0")] == [
         0.6,
         0.25,
         1.0,
         1.0,
     ]
-    assert [parse_fraction(text, "--x") for text in ("2", "0", "1GiB", "0.5GiB", "77", "")] == [
-        None
-    ] * 6
-    assert [parse_size_or_0(text, "--x") for text in ("0", "2K")] == [0, 2048]
+    assert [parse_fraction(text) for text in ("2", "0", "1GiB", "0.5GiB", "77", "")] == [None] * 6
+    assert [SizeOrNone().read(text) for text in ("0", "2K")] == [0, 2048]
 
 
 def test_memory_options_reach_the_service(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_all_else_is_a_hub_id(
 ) -> None:
     asked = []
 
-    def fetch(repo: str, revision: str | None) -> Path:
+    def fetch(repo: str, revision: str | None, _: object) -> Path:
         asked.append((repo, revision))
         return tmp_path
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,9 @@ class Quiet:
     def stage(self, text: str) -> None:
         self.stages.append(text)
 
+    def amount(self, text: str, done: int, total: int) -> None:
+        pass
+
     def state(self, text: str) -> None:
         pass
 
@@ -38,6 +42,7 @@ class CannedRay:
         self.reason = ""
         self.news: list[str] = []
         self.head_lost = False
+        self.num_running = 0  # when the drain is over
         self.num_tended = 0
         self.asked: float | None = None
         self.never_done = False
@@ -57,6 +62,10 @@ class CannedRay:
     def begin_drain(self, drain_timeout_s: float) -> list[str]:
         self.log.append(f"drain {drain_timeout_s:g}")
         return ["drain"]
+
+    def num_cut(self, calls: list[str]) -> int:
+        assert calls == ["drain"]
+        return self.num_running
 
     def begin_stop(self) -> list[str]:
         self.log.append("stop workers")
@@ -139,6 +148,48 @@ def test_the_controller_is_told_of_the_owner_during_the_end_too(
 ) -> None:
     owner.end(1.0)
     assert ray.num_tended >= 2
+
+
+@pytest.mark.parametrize(
+    ("num_running", "told"),
+    [
+        (0, []),
+        (1, ["1 running request was cut after 3 s"]),
+        (2, ["2 running requests were cut after 3 s"]),
+    ],
+)
+def test_requests_that_the_end_cuts_are_told(
+    stop: StopSignal, ray: CannedRay, num_running: int, told: list[str]
+) -> None:
+    progress = Quiet()
+    owner = Owner(ServiceConfig(model="m"), progress, stop)
+    owner._ray = ray  # type: ignore[assignment]  # stands in for RayService
+    ray.num_running = num_running
+    owner.end(3.0)
+    assert progress.stages == told
+
+
+def test_a_start_is_given_up_at_its_bound_though_the_controller_is_silent(
+    stop: StopSignal,
+) -> None:
+    class Silent(CannedRay):
+        """Waits for each answer as long as it may."""
+
+        def start_failure(self, bound_s: float) -> str:
+            time.sleep(bound_s)
+            return ""
+
+        def pools(self, bound_s: float) -> None:
+            time.sleep(bound_s)
+
+        def router_addresses(self) -> list[str]:
+            return []
+
+    owner = Owner(ServiceConfig(model="m", start_timeout_s=1.0), Quiet(), stop)
+    began_s = time.monotonic()
+    with pytest.raises(ServiceError, match="not ready within --start-timeout 1 s: controller "):
+        owner._wait_until_ready(Silent(), began_s + 1.0)  # type: ignore[arg-type]  # as above
+    assert time.monotonic() - began_s < 4.0  # and not two times five seconds
 
 
 @pytest.mark.parametrize(

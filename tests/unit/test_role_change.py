@@ -96,6 +96,18 @@ def test_an_id_that_is_the_beginning_of_another_is_itself() -> None:
     assert w.controller.change_role("id-prefill-1", "decode", 2.0).worker_id == "id-prefill-1"
 
 
+def test_one_that_is_drained_by_hand_is_replaced_at_once() -> None:
+    w = world(prefill=1)
+    assert w.controller.drain_worker("id-prefill", 2.0) == "id-prefill-1"
+    assert w.launcher.take() == ["drain prefill-1", "start prefill-2"]
+    with pytest.raises(RoleChangeRefusedError, match="prefill-1 is draining: only a ready worker"):
+        w.controller.drain_worker("id-prefill-1", 2.1)
+    with pytest.raises(UnknownWorkerError):
+        w.controller.drain_worker("id-other", 2.1)
+    w.controller.on_drained("prefill-1", 3.0)
+    assert w.launcher.take() == ["kill prefill-1"]
+
+
 def refuse(w: World, kind: type[ValueError], sentence: str, worker: str, role: str) -> None:
     before = sizes(w), w.ids()
     with pytest.raises(kind, match=sentence) as raised:

@@ -183,6 +183,26 @@ async def test_a_change_of_role_reaches_the_controller(
         assert (raised.value.code(), raised.value.details()) == (code, str(refusal))
 
 
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        (UnknownWorkerError("nobody is here"), grpc.StatusCode.NOT_FOUND),
+        (RoleChangeRefusedError("it is starting"), grpc.StatusCode.FAILED_PRECONDITION),
+        (ValueError("begins 2 ids"), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_a_drain_reaches_the_controller(refusal: ValueError, code: grpc.StatusCode) -> None:
+    async with Service(*pair()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        request = cluster_pb2.DrainWorkerRequest(worker_id="decode-1")
+        assert (await stub.DrainWorker(request)).worker_id == "decode-1-in-full"
+        assert service.control.drained == ["decode-1"]
+        service.control.refusal = refusal
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.DrainWorker(request)
+        assert (raised.value.code(), raised.value.details()) == (code, str(refusal))
+
+
 async def test_the_blocking_client_does_the_same() -> None:
     async with Service(*pair()) as service:
 

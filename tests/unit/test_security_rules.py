@@ -191,11 +191,15 @@ def test_a_token_is_not_shown() -> None:
 def test_what_a_client_was_not_told_the_environment_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"LEGATO_TOKEN_FILE": str(folder / "tokens"), "LEGATO_TLS_CA": "ca", "LEGATO_TLS": "0"}
+    given = {
+        "LEGATO_TOKEN_FILE": str(folder / "tokens"),
+        "LEGATO_CLIENT_TLS_CA": "ca",
+        "LEGATO_CLIENT_TLS": "0",
+    }
     read = ClientAccess.from_environment(given)
     assert read == ClientAccess(TOKEN, ClientTls("ca"))
     assert ClientAccess.from_environment({}) == ClientAccess()
-    assert ClientAccess.from_environment({"LEGATO_TLS": "1"}).tls == ClientTls()
+    assert ClientAccess.from_environment({"LEGATO_CLIENT_TLS": "1"}).tls == ClientTls()
     monkeypatch.setenv("LEGATO_TOKEN", TOKEN)
     assert choose_access(None, None, ["127.0.0.1:1"]).token == TOKEN
     assert choose_access(None, "other-token-of-a-client", ["127.0.0.1:1"]).token != TOKEN
@@ -222,8 +226,8 @@ def test_the_commands_options_go_before_the_environment(
         raise connection.ServiceError("far enough")
 
     monkeypatch.setattr("legato.cluster.cli.operate.connect", note)
-    monkeypatch.setenv("LEGATO_TLS_CA", "ca-of-the-environment")
-    monkeypatch.setenv("LEGATO_TLS_SERVER_NAME", "there")
+    monkeypatch.setenv("LEGATO_CLIENT_TLS_CA", "ca-of-the-environment")
+    monkeypatch.setenv("LEGATO_CLIENT_TLS_SERVER_NAME", "there")
     words = ["stop", "--tls-cert", "c", "--tls-key", "k", "--token-file", str(folder / "tokens")]
     CliRunner().invoke(app, words)
     CliRunner().invoke(app, ["stop", "--tls-ca", "ca-of-the-command"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -17,7 +18,11 @@ from huggingface_hub.errors import (
 )
 
 from legato.worker.weights.checkpoint import CheckpointError
+from legato.worker.weights.download_progress import bar_for
 from legato.worker.weights.quoting import one_line
+
+if TYPE_CHECKING:
+    from legato.worker.weights.download_progress import OnDownload
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +45,12 @@ PROBE_TIMEOUT_S = 10.0
 ADVICE = "or give the path of a local folder or .gguf file"
 
 
-def fetch(repo: str, revision: str | None) -> Path:
+def fetch(repo: str, revision: str | None, on_download: OnDownload | None = None) -> Path:
     """Downloads a model, or finds it in the local cache; returns its folder.
 
-    One bounded request says whether the hub answers. Where it does not, only the cache is used,
-    and a log line says so. A download that has begun gives up a read after
-    HF_HUB_DOWNLOAD_TIMEOUT (10 s).
+    One bounded request says whether the hub answers. Where it does not, only the cache is used, and
+    a log line says so. `on_download`: see `bar_for`; without it the hub's client shows bars. A
+    download that has begun gives up a read after HF_HUB_DOWNLOAD_TIMEOUT (10 s).
 
     Raises:
         CheckpointError: one sentence with the cause and the fix.
@@ -59,6 +64,7 @@ def fetch(repo: str, revision: str | None) -> Path:
             allow_patterns=ALLOWED,
             ignore_patterns=IGNORED,
             local_files_only=unreachable is not None,
+            tqdm_class=None if on_download is None else bar_for(on_download),
         )
     # Whatever goes wrong in there, of the network, the hub or the disk, the user gets a sentence.
     except Exception as error:

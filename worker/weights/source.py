@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.demo_model import DEMO_MODEL, find_demo_model
 from legato.worker.weights.quoting import bare, quoted
 
+if TYPE_CHECKING:
+    from legato.worker.weights.download_progress import OnDownload
+
 GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 
 
-def resolve_model(source: str) -> Path:
+def resolve_model(source: str, on_download: OnDownload | None = None) -> Path:
     """Finds a model, and downloads it where `source` is a hub id (`org/name[@revision]`).
 
     The word `demo` is the demo model. What exists on disk is a path. What only looks like one
@@ -32,13 +36,16 @@ def resolve_model(source: str) -> Path:
     repo, _, revision = source.partition("@")
     looks_like_path = source.startswith(("/", ".", "~")) or source.endswith(".gguf")
     if looks_like_path or repo.count("/") > 1 or not _HUB_ID.fullmatch(repo):
-        raise CheckpointError(f"model: no such folder or file: {quoted(source)}")
+        raise CheckpointError(
+            f"model: no such folder or file: {quoted(source)}; check the path, or give a hub id "
+            "(org/name) or `demo`"
+        )
     if "@" in source and not revision:
         raise CheckpointError(f"model: {quoted(source)} names no revision after the @")
     # Here, because a local model needs no hub client, and its import takes 0.15 s.
     from legato.worker.weights.hub import fetch
 
-    folder = fetch(repo, revision or None)
+    folder = fetch(repo, revision or None, on_download)
     _check(folder)
     return folder
 

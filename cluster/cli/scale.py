@@ -1,0 +1,93 @@
+"""`legato scale`: how many workers each pool is to have."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect_client
+from legato.cluster.cli.status_table import role_name
+from legato.cluster.errors import ServiceError
+from legato.cluster.pool import MAX_POOL_SIZE
+
+if TYPE_CHECKING:
+    from legato.cluster.control_plane import Role
+
+POLL_S = 0.2
+
+
+def scale(
+    targets: Annotated[
+        list[str], typer.Argument(help="prefill=N, decode=N, colocated=N: one or more.")
+    ],
+    wait: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Wait up to so many seconds until the pools are there."),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object: the targets, and whether all are there."),
+    ] = False,
+    address: AddressOption = None,
+    port: PortOption = None,
+) -> None:
+    """Set how many workers a pool has.
+
+    Pools that are not named stay as they are. The running streams of workers that go move to
+    others, or end, first.
+
+    Examples:
+
+        legato scale prefill=2
+
+        legato scale prefill=2 decode=3 --wait 120
+    """
+    wanted = parse_targets(targets)
+    with connect_client(choose_address(address, port)) as client:
+        sizes = client.scale(wanted)
+        if not as_json:
+            print("target: " + ", ".join(f"{role} {size}" for role, size in sizes.items()))
+        empty = [role for role, size in sizes.items() if not size and role != "colocated"]
+        if empty and not sizes.get("colocated"):
+            print(f"nothing is served with no {' and no '.join(empty)} worker", file=sys.stderr)
+        deadline_s = time.monotonic() + (wait or 0)
+        while wait is not None:
+            pools = client.status().pools
+            late = [f"{role_name(pool.role)}: {pool.message}" for pool in pools if pool.message]
+            if not late:
+                break
+            if time.monotonic() > deadline_s:
+                raise ServiceError(f"not there within {wait:g} s: {'; '.join(late)}")
+            time.sleep(POLL_S)
+        if as_json:
+            pools = client.status().pools
+            told = {
+                "targets": sizes,
+                "ready": {role_name(pool.role): pool.ready for pool in pools},
+                "messages": [pool.message for pool in pools if pool.message],
+            }
+            print(json.dumps(told, ensure_ascii=False))
+
+
+def parse_targets(words: list[str]) -> dict[Role, int]:
+    """Raises BadParameter naming the word that is wrong."""
+    from legato.cluster.roles import ROLES
+
+    roles: dict[str, Role] = {role: role for role in ROLES}
+    targets: dict[Role, int] = {}
+    for word in words:
+        pool, _, size = word.partition("=")
+        if pool not in roles or not size.isascii() or not size.isdigit():
+            names = " or ".join(f"{role}=N" for role in roles)
+            raise typer.BadParameter(f"must be {names} with N >= 0, got {word!r}")
+        role = roles[pool]
+        if role in targets:
+            raise typer.BadParameter(f"{role} is given twice")
+        if int(size) > MAX_POOL_SIZE:
+            raise typer.BadParameter(f"{role} must be in [0, {MAX_POOL_SIZE}], got {size}")
+        targets[role] = int(size)
+    return targets
