@@ -46,8 +46,8 @@ class ClientAccess:
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str] = os.environ) -> ClientAccess:
-        """LEGATO_TOKEN or LEGATO_TOKEN_FILE; LEGATO_CLIENT_TLS=1, LEGATO_CLIENT_TLS_CA, _CERT, _KEY,
-        _SERVER_NAME; LEGATO_CLIENT_ALLOW_PLAIN_TOKEN=1.
+        """LEGATO_TOKEN or LEGATO_TOKEN_FILE; LEGATO_CLIENT_TLS=1, LEGATO_CLIENT_TLS_CA, _CERT,
+        _KEY, _SERVER_NAME; LEGATO_CLIENT_ALLOW_PLAIN_TOKEN=1.
 
         Raises:
             ValueError: the token's file is wrong.

@@ -136,7 +136,7 @@ def _row(name: str) -> str:
 
 
 def _place(name: str) -> int:
-    parts = ("Service", "Engines", "Autoscaler")
+    parts = ("Service", "Access", "Engines", "Autoscaler")
     return parts.index(part_of(name)) * 1000 + list(ServeSettings.model_fields).index(name)
 
 

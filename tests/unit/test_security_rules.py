@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from legato.cluster import security_rules
 from legato.cluster.cli import connection
-from legato.cluster.cli.main import app
+from legato.cluster.cli.main import build_app
 from legato.cluster.client import AsyncClient, Client, ClientAccess, ClientTls
 from legato.cluster.client_access import choose_access, is_loopback
 from legato.cluster.config import RouterOptions, ServiceConfig
@@ -211,7 +211,7 @@ def test_what_a_client_was_not_told_the_environment_says(
 
 @pytest.mark.parametrize("command", ["generate", "scale", "stop", "role", "status"])
 def test_every_command_that_calls_a_service_takes_the_same_options(command: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(build_app(), [command, "--help"], env={"COLUMNS": "200"}).output
     for option in ("--tls-ca", "--tls-cert", "--tls-key", "--token-file", "--allow-plain-token"):
         assert option in shown
 
@@ -225,23 +225,25 @@ def test_the_commands_options_go_before_the_environment(
         seen.append(connection.chosen_access())
         raise connection.ServiceError("far enough")
 
-    monkeypatch.setattr("legato.cluster.cli.operate.connect", note)
+    monkeypatch.setattr("legato.cluster.cli.stop.connect", note)
     monkeypatch.setenv("LEGATO_CLIENT_TLS_CA", "ca-of-the-environment")
     monkeypatch.setenv("LEGATO_CLIENT_TLS_SERVER_NAME", "there")
     words = ["stop", "--tls-cert", "c", "--tls-key", "k", "--token-file", str(folder / "tokens")]
-    CliRunner().invoke(app, words)
-    CliRunner().invoke(app, ["stop", "--tls-ca", "ca-of-the-command"])
-    CliRunner().invoke(app, ["stop"])
+    CliRunner().invoke(build_app(), words)
+    CliRunner().invoke(build_app(), ["stop", "--tls-ca", "ca-of-the-command"])
+    CliRunner().invoke(build_app(), ["stop"])
     assert seen[0] == ClientAccess(TOKEN, ClientTls("ca-of-the-environment", "c", "k", "there"))
     assert seen[1].tls == ClientTls("ca-of-the-command", server_name="there")
     assert seen[2].token is None
 
 
 def test_certs_says_how_to_go_on(tmp_path: Path) -> None:
-    made = CliRunner().invoke(app, ["certs", str(tmp_path / "c"), "--host", "llm.example.com"])
+    made = CliRunner().invoke(
+        build_app(), ["certs", str(tmp_path / "c"), "--host", "llm.example.com"]
+    )
     assert made.exit_code == 0
     assert "legato serve --model demo --tls-ca" in made.output
-    again = CliRunner().invoke(app, ["certs", str(tmp_path / "c")])
+    again = CliRunner().invoke(build_app(), ["certs", str(tmp_path / "c")])
     assert again.exit_code != 0
     assert "is there already: nothing was written" in str(again.exception)
 
@@ -256,5 +258,5 @@ def test_certs_says_how_to_go_on(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_go_together_are_asked_for_together(words: list[str], missing: str) -> None:
-    result = CliRunner().invoke(app, ["serve", "--model", "demo", *words])
+    result = CliRunner().invoke(build_app(), ["serve", "--model", "demo", *words])
     assert missing in " ".join(result.output.split()) or missing in str(result.exception)
