@@ -47,6 +47,7 @@ RULES = (
 )
 SCRIPT = Script(
     {
+        "dots": b"",  # room for prompts
         "stop": b"abSTOPcd",
         "eos": [*b"ab", OTHER_EOS, *b"cd", EOS, *b"ef"],
         "text": " a  b 😀é\n\tç".encode(),
@@ -270,7 +271,7 @@ SAID: dict[str, tuple[dict[str, Any], str, int, int, str]] = {
     "B48 the first token is a stop token": (
         {"prompt": "eos", "stop_token_ids": [ord("a")]}, "a", 1, STOP, "a"),
     "B48 min_tokens with ignore_eos and a stop token": (
-        {"prompt": "eos", "ignore_eos": True, "stop_token_ids": [OTHER_EOS], "min_tokens": 3,
+        {"prompt": "eos", "ignore_eos": True, "stop_token_ids": [OTHER_EOS], "min_tokens": 2,
          "max_tokens": 3}, "ab", 3, STOP, "<|im_end|>"),
     "B22 one token of room": (
         {"prompt": [63] * (CONTEXT - 1)}, ".", 1, LENGTH, ""),
@@ -656,7 +657,8 @@ async def test_what_cannot_be_tokenised_is_refused_by_name(
 
 async def test_a_gguf_file_has_template_eos_and_scores(tmp_path: Path) -> None:
     model = make_llama()
-    place = Place(write_gguf(tmp_path / "tiny.gguf", model))
+    metadata = {"tokenizer.ggml.pre": "smollm"}
+    place = Place(write_gguf(tmp_path / "tiny.gguf", model, metadata=metadata))
     chat = request("gguf", [("user", "hi")], max_tokens=12, ignore_eos=True, prompt_logprobs=2)
     async with place.pair, place.alone:
         told = await tokenize(place.pair, chat)
@@ -708,5 +710,5 @@ async def test_scored_and_plain_prompts_in_one_crowd(
         assert outcome.answers[0].token_ids == greedy(oracle, prompt, 10)
 
 
-def test_there_are_enough_cases() -> None:
+async def test_there_are_enough_cases() -> None:
     assert len(SAID) + len(GREEDY) + len(DRAWN) + len(REFUSED) + len(TEXTS) >= 100
