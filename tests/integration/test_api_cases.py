@@ -160,17 +160,18 @@ async def places(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict
         ),
     }
     services = [s for place in places.values() for s in (place.pair, place.alone)]
-    started: list[LocalService] = []
+    started = await asyncio.gather(*(s.__aenter__() for s in services), return_exceptions=True)
     try:
-        for service in services:
-            await service.__aenter__()
-            started.append(service)
+        for result in started:
+            if isinstance(result, BaseException):
+                raise result
         yield places
         for service in services:
             await service.wait_idle()
     finally:
-        for service in started:
-            await service.__aexit__(None, None, None)
+        for result in started:
+            if isinstance(result, LocalService):
+                await result.__aexit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -666,9 +667,10 @@ async def test_a_gguf_file_has_template_eos_and_scores(tmp_path: Path) -> None:
         alike = await place.ask(
             request("gguf", told.token_ids, max_tokens=12, ignore_eos=True, prompt_logprobs=2)
         )
-    assert told.token_ids.count(IM_START) == CHAT_TEMPLATE.count("<|im_start|>") == 2
+    ids = list(told.token_ids)
+    assert ids.count(IM_START) == CHAT_TEMPLATE.count("<|im_start|>") == 2
     assert outcome.comparable() == alike.comparable()
-    with_ids = request("gguf", told.token_ids, max_tokens=12, prompt_logprobs=2)
+    with_ids = request("gguf", ids, max_tokens=12, prompt_logprobs=2)
     check_with_transformers(model, with_ids, outcome)
 
 
