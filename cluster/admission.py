@@ -75,6 +75,10 @@ class Admission:
         """Requests that wait."""
         return len(self._waiting)
 
+    def entries(self) -> list[Entry]:
+        """Those that wait."""
+        return list(self._waiting)
+
     def waiting(self) -> list[tuple[Demand, bool]]:
         """Of each request that waits its demand, and whether it has yet to get a prefill worker."""
         return [(entry.demand, entry.keeps is None) for entry in self._waiting if entry.waits]

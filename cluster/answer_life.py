@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from legato.cluster.answer import Answer
     from legato.cluster.attempt_errors import PathFailedError
     from legato.cluster.load_window import LoadWindow
+    from legato.cluster.metrics.request_record import AnswerRecord
     from legato.cluster.queue_entry import Entry
     from legato.cluster.request import RequestSpec
     from legato.cluster.request_log import RequestLog
@@ -38,6 +39,7 @@ class AnswerLife:
     send: Send  # hands a message to gRPC; returns when the client's flow control took it
     token_text: Callable[[int], str]
     log: RequestLog
+    record: AnswerRecord
     window: LoadWindow | None = None  # where its waits are counted, if anywhere
     timings: generation_pb2.Timings = field(default_factory=generation_pb2.Timings)
     avoid: frozenset[str] = frozenset()  # workers that failed it
@@ -63,6 +65,7 @@ class AnswerLife:
     def enter(self, phase: Phase) -> None:
         """The running phase ends, and `phase` begins."""
         self.clock.enter(phase)
+        self.record.entered(phase)
         self.note("phase", phase=phase.name.lower(), tokens=len(self.answer.token_ids))
 
     def note(self, event: str, **fields: str | int | None) -> None:
@@ -86,6 +89,7 @@ class AnswerLife:
         room = max(0, prefill_kv_tokens - len(self.spec.prompt_token_ids))
         self.num_replayed = min(len(self.answer.token_ids), room)
         self.answer.begin(self.num_replayed)
+        self.record.begins(self.num_replayed)
 
     def begin_moved(self) -> None:
         """The attempt goes on at another worker, which has the KV of all tokens but the last."""
@@ -135,6 +139,7 @@ class AnswerLife:
             ttft_s = self.clock.mark_first_token()
             if ttft_s is not None and self.window is not None:
                 self.window.note_first_token(ttft_s)
+            self.record.delivers(len(delta.token_ids), ttft_s)
             await self._tell(generation_pb2.GenerateResponse(delta=delta))
 
     async def finish(self, ending: Ending) -> None:
@@ -153,6 +158,7 @@ class AnswerLife:
             timings=self.timings,
             stop_reason=ending.stop_reason,
         )
+        self.record.ended(finish)
         await self._tell(generation_pb2.GenerateResponse(finish=finish))
 
     def count_prefill(self, first: worker_pb2.FirstToken, worker_id: str) -> None:
@@ -162,7 +168,9 @@ class AnswerLife:
         self.timings.prefill_wait_s += first.wait_s
         self.timings.prefill_model_s += first.model_s
         self.timings.kv_tokens_written += len(self.token_ids) - first.cached_tokens
-        self.cached_prompt_tokens = min(first.cached_tokens, len(self.spec.prompt_token_ids))
+        num_prompt_tokens = len(self.spec.prompt_token_ids)
+        self.cached_prompt_tokens = min(first.cached_tokens, num_prompt_tokens)
+        self.record.computed(num_prompt_tokens, self.cached_prompt_tokens)
 
     def count_handoff(self, done: worker_pb2.HandoffDone) -> None:
         """The KV has arrived."""

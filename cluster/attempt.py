@@ -90,7 +90,7 @@ class Attempt:
         # A ticket first: KV is never computed without a place for it to go.
         if placement.decode is not None:
             enter(group.values(), Phase.TICKET)
-            self._decode = DecodeCall(placement.decode, life.seconds_left())
+            self._decode = DecodeCall(placement.decode, life.seconds_left(), life.record.trace)
             reserve = _reserve(placement, group, request)
             request.ticket.CopyFrom(await self._decode.reserve(reserve))
             request.decode_address = placement.decode.endpoint.address
@@ -163,7 +163,7 @@ class Attempt:
     ) -> worker_pb2.FirstToken:
         """On the prefill worker; the hand-off begins with it."""
         life, placement = self._life, self._placement
-        self._prefill = PrefillCall(placement.prefill, life.seconds_left())
+        self._prefill = PrefillCall(placement.prefill, life.seconds_left(), life.record.trace)
         await self._prefill.begin(request)
         num_answers = len(self._group)
         if self._decode is None or reserve is None:

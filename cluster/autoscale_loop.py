@@ -65,6 +65,7 @@ class AutoscaleLoop:
         self._board = LoadBoard()
         self._autoscaler = Autoscaler(options, now_s, can_flip=change_role is not None)
         self._decided: deque[tuple[float, str]] = deque(maxlen=NUM_KEPT)
+        self._num_decided = 0
         self._next_s = now_s
 
     def note_load(self, load: RouterLoad, now_s: float) -> None:
@@ -129,6 +130,7 @@ class AutoscaleLoop:
                 cluster_pb2.ScalingDecision(age_s=now_s - at_s, text=text)
                 for at_s, text in self._decided
             ],
+            num_decisions=self._num_decided,
         )
 
     def _carry_out(self, decision: Decision, now_s: float) -> None:
@@ -149,3 +151,4 @@ class AutoscaleLoop:
     def _note(self, text: str, now_s: float) -> None:
         log.info("autoscale: %s", text)
         self._decided.append((now_s, text))
+        self._num_decided += 1

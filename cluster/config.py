@@ -47,6 +47,7 @@ class EngineOptions:
     block_size: int = 16
     prefill_chunk_tokens: int = 2048
     prefix_cache: bool = True
+    otlp_endpoint: str | None = None
     max_batch_size: int = 256
     context_length: int | None = None
     num_threads: int | None = None
@@ -78,6 +79,9 @@ class RouterOptions:
     local_prefill_tokens: int = 128
     # A file for lines about every request; see docs/operations.md.
     request_log: str | None = None
+    # An OTLP collector that is told of requests; the share is of those whose clients do not say.
+    otlp_endpoint: str | None = None
+    trace_share: float = 1.0
     reports_load: bool = False  # to the controller, once a second: where the pools are autoscaled
 
 

@@ -86,6 +86,7 @@ class DecodeStream:
                 elif isinstance(event, worker_pb2.Preempted):
                     answer = self._leave(number)
                     await departures.drop(number)
+                    answer.record.preempted()
                     before = answer.num_preemptions
                     answer.num_preemptions = max(before + 1, event.num_preemptions)
                     self._life.go_on_alone(answer)

@@ -128,6 +128,7 @@ class Departure:
         self._life.pool.paths.passed((view.worker_id, target.worker_id))
         self._life.kv_moves += 1
         answer.count_move(moved)
+        answer.record.moved(target.worker_id)
         log.info(
             "request %s: answer %d moved from %s to %s at token %d",
             *(self._life.spec.request_id, answer.index, view.worker_id, target.worker_id),
@@ -154,7 +155,8 @@ class Departure:
         try:
             await self._pause(turn)
             assert placement.decode is not None, "there is something to decode"
-            target = DecodeCall(placement.decode, self._life.seconds_left())
+            life = self._life
+            target = DecodeCall(placement.decode, life.seconds_left(), life.record.trace)
             ticket = await self._ticket(target, placement)
             await self._send(target, placement, ticket)
         except _MoveFailedError as error:

@@ -74,7 +74,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 raise ClientGoneError from error
 
         with contextlib.suppress(ClientGoneError):
-            await self._router.generate(request, send, context.time_remaining())
+            await self._router.generate(
+                request, send, context.time_remaining(), headers=self._headers(context)
+            )
+
+    def _headers(self, context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str] | None:
+        if self._router.tracing is None:  # nobody reads them
+            return None
+        return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
     @with_status
     async def GetModel(  # noqa: N802  # named by the proto

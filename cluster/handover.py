@@ -214,6 +214,7 @@ class Handover:
         await self._prefill.retarget(ticket, self.decode.view.endpoint.address)
         for answer in self._group.values():
             answer.timings.retargets += 1
+            answer.record.retargeted(self.decode.view.worker_id)
             answer.note("retargeted", attempt=self._number, decode=self.decode.view.worker_id)
 
     async def _take_ticket(self, lost: AttemptEndedError) -> worker_pb2.KvTicket:
@@ -233,7 +234,9 @@ class Handover:
             life.tries += 1
             self._reserve.key.attempt = life.tries
             try:
-                self.decode = DecodeCall(self.placement.decode, life.seconds_left())
+                self.decode = DecodeCall(
+                    self.placement.decode, life.seconds_left(), life.record.trace
+                )
                 ticket = await self.decode.reserve(self._reserve)
             except AttemptEndedError as ended:
                 error = ended

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from legato.cluster.answer_life import AnswerLife
     from legato.cluster.attempt_placement import Placement
     from legato.cluster.departure import Arrival
+    from legato.cluster.metrics.request_record import RequestRecord
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
@@ -52,6 +53,7 @@ class RequestLife:
     """What all answers to one prompt have in common."""
 
     spec: RequestSpec
+    record: RequestRecord
     answers: Sequence[AnswerLife]  # those that are to be served
     admission: Admission
     pool: PoolView
@@ -106,6 +108,7 @@ class RequestLife:
         `kv_under_way`: prefill goes on, or its KV has not arrived.
         """
         log.info("request %s: %s", self.spec.request_id, error)
+        self.record.attempt_ended(error)
         if isinstance(error, KvGoneError):
             return  # nobody's fault but that of the decode worker, whose loss is noted
         if isinstance(error, NoRoomError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +23,12 @@ from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
 from legato.cluster.load_reporter import LoadReporter
+from legato.cluster.metrics.history import History
+from legato.cluster.metrics.meters import Meters
+from legato.cluster.metrics.outcome import outcome_of
+from legato.cluster.metrics.pool_poll import PoolPoll
+from legato.cluster.metrics.request_record import RequestRecord, operation_of
+from legato.cluster.metrics.request_trace import RequestTrace
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.prompt_hashes import PromptHashes
@@ -34,9 +42,10 @@ from legato.cluster.timings import PhaseClock
 from legato.cluster.tokenizing import detokenize, tokenize
 from legato.cluster.unread_demand import unread_demand
 from legato.protos import generation_pb2
+from legato.protos.tracing import Tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from legato.cluster.answer import TextSource
     from legato.cluster.answer_life import Send
@@ -70,19 +79,9 @@ class Counters:
     moved_with_kv: int = 0  # answers, from workers that drained
 
     def count_error(self, error: RequestError) -> None:
-        """Refused: the client's fault or a full house. Failed: ours."""
-        if error.code in (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            grpc.StatusCode.UNIMPLEMENTED,
-            grpc.StatusCode.ALREADY_EXISTS,
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.FAILED_PRECONDITION,
-        ):
-            self.refused += 1
-        elif error.code is grpc.StatusCode.ABORTED:  # the client went on with a newer call
-            self.cancelled += 1
-        else:
-            self.failed += 1
+        """As `outcome_of` judges it."""
+        outcome = outcome_of(error)
+        setattr(self, outcome, getattr(self, outcome) + 1)
 
 
 class _InTurn:
@@ -139,6 +138,11 @@ class Router:
         self.counters = Counters()
         self.started_at = time.monotonic()
         self._log = RequestLog(options.request_log)
+        self.meters = Meters()
+        self.pool_poll = PoolPoll(control, is_autoscaled=options.reports_load)
+        self.tracing: Tracing | None = None  # from `start` on, where it is asked for
+        # Of the telemetry conventions, once it is bound: provider, models, address and port.
+        self._service_labels: tuple[str, ...] = ("legato", model_name, model_name, "", "")
         self.pool = PoolView(
             control,
             worker_silence_s=options.worker_silence_s,
@@ -147,6 +151,7 @@ class Router:
         )
         self._costs = PrefillCostBook()
         self.admission = Admission(options, self.pool, costs=self._costs.costs)
+        self.history = History(self.meters, self.pool, self.admission)
         self._load_reporter: LoadReporter | None = None
         if options.reports_load:
             self._load_reporter = LoadReporter(control, self.admission, self.pool)
@@ -170,7 +175,15 @@ class Router:
 
         Raises:
             OSError: a port is taken, or the host is not this machine's.
+            ValueError: `otlp_endpoint` is none, or what it needs is not installed.
         """
+        if self.options.otlp_endpoint is not None:
+            self.tracing = Tracing(
+                self.options.otlp_endpoint,
+                service="legato-router",
+                instance=f"{socket.gethostname()}:{os.getpid()}",
+                share=self.options.trace_share,
+            )
         http = self._new_http()
         try:
             address = await self._gateway.start(self.options.host, self.options.port)
@@ -178,10 +191,14 @@ class Router:
             if http is not None:
                 http.close()
             raise
+        host, _, port = address.rpartition(":")
+        self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
         if http is not None:
             await http.start()
             self._http = http
         self._ticker = asyncio.create_task(self._tick())
+        self.pool_poll.start()
+        self.history.start()
         if self._load_reporter is not None:
             self._load_reporter.start()
         return address
@@ -218,6 +235,8 @@ class Router:
         await self.drain(0.0)
         if self._load_reporter is not None:
             await self._load_reporter.stop()
+        await self.pool_poll.stop()
+        await self.history.stop()
         await asyncio.gather(
             self._gateway.stop(), *([] if self._http is None else [self._http.stop()])
         )
@@ -225,6 +244,8 @@ class Router:
             self._ticker.cancel()
             await asyncio.wait({self._ticker})
         await self.pool.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self._parsers.shutdown(wait=False, cancel_futures=True)
         self._log.close()
 
@@ -245,14 +266,34 @@ class Router:
         send: Send,
         time_left_s: float | None,
         on_spec: Callable[[RequestSpec], None] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Serves one request; `send` gets every message, one at a time. Cancelling frees all that
         it holds. `on_spec` is told what was made of the request, before the first message.
+        `headers`: the client's, or its call's metadata, names in lower case; by `traceparent` the
+        request is part of the client's trace.
 
         Raises:
             RequestError: the status that the client gets.
             ClientGoneError: as `send` raised it.
         """
+        trace = None
+        if self.tracing is not None:
+            trace = RequestTrace.begin(
+                self.tracing, operation_of(request), self.model_name, request, headers or {}
+            )
+        with RequestRecord(self.meters, request, self._service_labels, trace) as record:
+            await self._in_time(request, send, time_left_s, record, on_spec)
+
+    async def _in_time(
+        self,
+        request: generation_pb2.GenerateRequest,
+        send: Send,
+        time_left_s: float | None,
+        record: RequestRecord,
+        on_spec: Callable[[RequestSpec], None] | None,
+    ) -> None:
         clocks = [PhaseClock(time.monotonic)]  # one an answer, once their number is known
         limit_s = self.options.default_deadline_s if time_left_s is None else time_left_s
         deadline = Deadline(time.monotonic() + limit_s, given=time_left_s is not None)
@@ -261,7 +302,7 @@ class Router:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clocks, deadline, bound, on_spec)
+                    await self._generate(request, send, clocks, deadline, bound, record, on_spec)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -289,6 +330,7 @@ class Router:
         clocks: list[PhaseClock],
         deadline: Deadline,
         bound: asyncio.Timeout,
+        record: RequestRecord,
         on_spec: Callable[[RequestSpec], None] | None,
     ) -> None:
         spec, answers = await self._admit(request, deadline)
@@ -303,7 +345,7 @@ class Router:
             )
             prompt = PromptLogprobs(spec.prompt_logprobs, len(spec.prompt_token_ids))
             told = _InTurn(start, prompt, send)
-            await self._live(spec, answers, prompt, told, clocks, deadline, owner)
+            await self._live(spec, answers, prompt, told, clocks, deadline, owner, record)
         except asyncio.CancelledError:
             if owner.superseded and bound.expired():
                 raise superseded(spec.request_id) from None
@@ -320,6 +362,7 @@ class Router:
         clocks: Sequence[PhaseClock],
         deadline: Deadline,
         owner: Ownership,
+        record: RequestRecord,
     ) -> None:
         prompt = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
         entries = self.admission.enter(len(spec.open_answers), deadline, prompt)
@@ -328,6 +371,7 @@ class Router:
             window = self._load_reporter.window
         life = RequestLife(
             spec=spec,
+            record=record,
             answers=[
                 AnswerLife(
                     spec=spec,
@@ -338,6 +382,7 @@ class Router:
                     send=send,
                     token_text=self.text.token_text,
                     log=self._log,
+                    record=record.answer(index),
                     window=window,
                 )
                 for index, entry, clock in zip(spec.open_answers, entries, clocks, strict=True)
@@ -468,6 +513,8 @@ class Router:
 
     async def _tick(self) -> None:
         while True:
+            due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
+            self.meters.loop_lag.of().add(max(0.0, time.monotonic() - due_s))
             self.pool.check_silence()
             self.admission.dispatch()

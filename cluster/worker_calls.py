@@ -21,6 +21,7 @@ from legato.protos import common_pb2, worker_pb2
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
+    from legato.cluster.metrics.request_trace import CallSpan, RequestTrace
     from legato.cluster.worker_view import WorkerView
 
     AnswerEvent = (
@@ -43,12 +44,19 @@ def _check_there(view: WorkerView) -> None:
         raise WorkerFailedError(view, view.lost_reason, gone=True)
 
 
+def _begin_span(
+    trace: RequestTrace | None, view: WorkerView, service: str, method: str
+) -> CallSpan | None:
+    return None if trace is None else trace.call(service, method, view.worker_id)
+
+
 class _Call:
     """A call that ends when its worker is lost, and says so."""
 
-    def __init__(self, view: WorkerView, call: grpc.aio.Call) -> None:
+    def __init__(self, view: WorkerView, call: grpc.aio.Call, span: CallSpan | None) -> None:
         self.view = view
         self._base = call
+        self._span = span
         self._cancelled = asyncio.Event()
         view.calls.add(self)
 
@@ -56,6 +64,8 @@ class _Call:
         """Cancels the call unless it is over: the worker frees what it holds. Idempotent."""
         self.view.calls.discard(self)
         self.cancel()
+        if self._span is not None:
+            self._span.end()
 
     def cancel(self) -> None:
         """The worker is lost: whoever waits for the call is told."""
@@ -104,6 +114,10 @@ class _Call:
         """Awaits one read or write; turns what may go wrong into what `meaning_of` says."""
         try:
             return await self._explain(step)
+        except AttemptEndedError as error:
+            if self._span is not None:
+                self._span.fail(error.reason)
+            raise
         finally:
             check_cancellation()
 
@@ -132,11 +146,16 @@ class _Call:
 class PrefillCall(_Call):
     """The prompt's way through a prefill worker, and its KV's way out of it."""
 
-    def __init__(self, view: WorkerView, timeout_s: float) -> None:
+    def __init__(
+        self, view: WorkerView, timeout_s: float, trace: RequestTrace | None = None
+    ) -> None:
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
-        self._call = view.prefill.Prefill(timeout=timeout_s)
-        super().__init__(view, self._call)
+        span = _begin_span(trace, view, "PrefillWorker", "Prefill")
+        self._call = view.prefill.Prefill(
+            timeout=timeout_s, metadata=span.metadata if span else None
+        )
+        super().__init__(view, self._call, span)
 
     async def begin(self, request: worker_pb2.PrefillRequest) -> None:
         """Raises:
@@ -185,13 +204,16 @@ class PrefillCall(_Call):
 class DecodeCall(_Call):
     """The whole life of one attempt on a decode worker: credit, KV, tokens."""
 
-    def __init__(self, view: WorkerView, timeout_s: float) -> None:
+    def __init__(
+        self, view: WorkerView, timeout_s: float, trace: RequestTrace | None = None
+    ) -> None:
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
-        self._call = view.decode.Decode(timeout=timeout_s)
+        span = _begin_span(trace, view, "DecodeWorker", "Decode")
+        self._call = view.decode.Decode(timeout=timeout_s, metadata=span.metadata if span else None)
         self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
         self._saying: set[asyncio.Task[None]] = set()
-        super().__init__(view, self._call)
+        super().__init__(view, self._call, span)
 
     async def reserve(self, reserve: worker_pb2.Reserve) -> worker_pb2.KvTicket:
         """Takes a credit of KV blocks.

@@ -99,10 +99,13 @@ class AutoscalerStatus(_message.Message):
     ITL_SLO_S_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    NUM_DECISIONS_FIELD_NUMBER: _builtins.int
     dry_run: _builtins.bool
     """It decides and tells, and changes nothing."""
     ttft_slo_s: _builtins.float
     itl_slo_s: _builtins.float
+    num_decisions: _builtins.int
+    """Since the controller's start, those that are not listed any more included."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___AutoscaledPool]: ...
     @_builtins.property
@@ -117,10 +120,11 @@ class AutoscalerStatus(_message.Message):
         itl_slo_s: _builtins.float = ...,
         pools: _abc.Iterable[Global___AutoscaledPool] | None = ...,
         decisions: _abc.Iterable[Global___ScalingDecision] | None = ...,
+        num_decisions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "dry_run", b"dry_run", "itl_slo_s", b"itl_slo_s", "pools", b"pools", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "dry_run", b"dry_run", "itl_slo_s", b"itl_slo_s", "num_decisions", b"num_decisions", "pools", b"pools", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,6 +69,7 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
         block_size=arguments.block_size,
         prefill_chunk_tokens=arguments.prefill_chunk_tokens,
         prefix_cache=arguments.prefix_cache,
+        otlp_endpoint=arguments.otlp_endpoint,
         max_batch_size=arguments.max_batch_size,
         context_length=arguments.context_length,
         num_threads=arguments.threads,
@@ -171,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         help="keep the KV of prompts' beginnings while there is room",
     )
     parser.add_argument("--max-batch-size", type=int, default=256)
+    parser.add_argument(
+        "--otlp-endpoint", default=None, help="an OTLP collector for what routers trace: host:port"
+    )
     parser.add_argument("--context-length", type=int, default=None)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds")

@@ -48,6 +48,7 @@ class WorkerConfig:
     block_size: int = 16
     # Most prompt tokens of one prefill forward; in colocated, of one that decodes nothing.
     prefill_chunk_tokens: int = 2048
+    otlp_endpoint: str | None = None  # a collector that is told of what routers trace
     prefix_cache: bool = True  # keep the KV of prompts' beginnings while there is room
     max_batch_size: int = 256  # most sequences of one decode forward
     context_length: int | None = None  # lowers the model's own limit

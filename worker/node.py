@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import grpc
 
     from legato.protos import common_pb2
+    from legato.protos.tracing import Tracing
     from legato.worker.config import WorkerConfig
     from legato.worker.engine import SampleFunction
     from legato.worker.kv_budget import KvBudget
@@ -165,7 +166,10 @@ class WorkerNode:
         )
 
     def add_services(
-        self, server: grpc.aio.Server, begin_drain: Callable[[], None]
+        self,
+        server: grpc.aio.Server,
+        begin_drain: Callable[[], None],
+        tracing: Tracing | None = None,
     ) -> KvTransferService:
         """Registers all four; one that the role does not serve says so. Returns the one whose
         streams are to be waited for at the end.
@@ -177,6 +181,7 @@ class WorkerNode:
                 self.engine,
                 self.sender,
                 prefix_cache=self.prefix_cache,
+                tracing=tracing,
             ),
             server,
         )
@@ -188,6 +193,7 @@ class WorkerNode:
                 self.tickets,
                 self.sender,
                 prefix_cache=self.prefix_cache,
+                tracing=tracing,
             ),
             server,
         )

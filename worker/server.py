@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.protos.malformed import RefuseMalformed
+from legato.protos.tracing import Tracing
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.kv_budget import KvBudget, check_memory
 from legato.worker.lifecycle import Lifecycle, Phase
@@ -92,6 +93,7 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         self._node: WorkerNode | None = None
         self._server: grpc.aio.Server | None = None
+        self._tracing: Tracing | None = None
         self._links: KvTransferService | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -146,7 +148,13 @@ class WorkerServer:
             on_failure=self._on_engine_failure,
         )
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
-        self._links = node.add_services(server, self._begin_drain)
+        if self._config.otlp_endpoint is not None:
+            self._tracing = Tracing(
+                self._config.otlp_endpoint,
+                service=f"legato-{self._config.role}",
+                instance=node.identity.worker_id,
+            )
+        self._links = node.add_services(server, self._begin_drain, self._tracing)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         try:
@@ -191,6 +199,8 @@ class WorkerServer:
         if not await asyncio.to_thread(self.node.engine.stop, _ENGINE_STOP_TIMEOUT_S):
             _log.error("the engine did not end within %g s", _ENGINE_STOP_TIMEOUT_S)
         self.node.pager.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def successor(self, config: WorkerConfig) -> WorkerServer:
         """After `stop`: a worker of another role around the same weights, not started. It has an

@@ -54,6 +54,7 @@ def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
         block_size=engine.block_size,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache=engine.prefix_cache,
+        otlp_endpoint=engine.otlp_endpoint,
         max_batch_size=engine.max_batch_size,
         context_length=engine.context_length,
         num_threads=place.num_threads,

@@ -53,6 +53,7 @@ from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the
     HttpPortOption,
     LocalPrefillTokensOption,
     ModelOption,
+    OtlpEndpointOption,
     PortOption,
     PrefillOption,
     PrefillResourcesOption,
@@ -61,6 +62,7 @@ from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the
     RestartOption,
     RoutersOption,
     StartTimeoutOption,
+    TraceShareOption,
     WorkerCpusOption,
     WorkerGpusOption,
     WorkerHostOption,
@@ -123,6 +125,8 @@ def serve(
     start_timeout: StartTimeoutOption = 120.0,
     restart: RestartOption = True,
     request_log: RequestLogOption = None,
+    otlp_endpoint: OtlpEndpointOption = None,
+    trace_share: TraceShareOption = RouterOptions.trace_share,
 ) -> None:
     """Start a service and stay until Ctrl-C or `legato stop`.
 
@@ -214,6 +218,7 @@ def serve(
             block_size=block_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
             prefix_cache=prefix_cache,
+            otlp_endpoint=otlp_endpoint,
             max_batch_size=max_batch_size,
             context_length=context_length,
             num_threads=threads,
@@ -226,6 +231,8 @@ def serve(
             http_port=_http_port(port, http_port) if http else None,
             local_prefill_tokens=local_prefill_tokens,
             request_log=None if request_log is None else str(request_log),
+            otlp_endpoint=otlp_endpoint,
+            trace_share=trace_share,
             reports_load=autoscale_options is not None,
         ),
         autoscale=autoscale_options,

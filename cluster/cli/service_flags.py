@@ -10,6 +10,7 @@ import typer
 
 from legato.cluster.pool import MAX_POOL_SIZE
 from legato.cluster.router_ports import HTTP_OFFSET
+from legato.protos.tracing import check_installed, read_endpoint
 
 ModelOption = Annotated[
     str,
@@ -133,6 +134,34 @@ def _appendable(path: Path | None) -> Path | None:
             raise typer.BadParameter(f"cannot append to {str(path)!r}: {error.strerror}") from error
     return path
 
+
+def _collector(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            text = read_endpoint(text)
+            check_installed()
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return text
+
+
+OtlpEndpointOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=_collector,
+        help="Send traces to this OpenTelemetry collector: host:port of OTLP over gRPC.",
+        show_default=False,
+    ),
+]
+
+TraceShareOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Of the requests whose client does not say whether to trace, so many are traced.",
+    ),
+]
 
 RequestLogOption = Annotated[
     Path | None,

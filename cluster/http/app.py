@@ -31,6 +31,7 @@ from legato.cluster.http.generation import GenerationResponse
 from legato.cluster.http.openapi import describe, posts
 from legato.cluster.http.request_body import read_object
 from legato.cluster.http.shared_fields import read_fields
+from legato.cluster.page.routes import add_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +111,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
             logprobs=bool(fields.logprobs),
         )
 
+    add_page(app, router)
     describe(app, ChatFields, CompletionFields)
     return app
 
@@ -142,7 +144,7 @@ def _generation(
         include_usage=fields.include_usage,
         continuous_usage=fields.continuous_usage,
     )
-    return GenerationResponse(router, wanted, _time_left_s(http))
+    return GenerationResponse(router, wanted, _time_left_s(http), http.headers)
 
 
 def _request_id(http: Request) -> str:

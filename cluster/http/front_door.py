@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     Authorize = Callable[[str | None], None]
 
-OPEN_PATHS = ("/health",)  # for who has no credentials
+# For who has no credentials. The page tells nothing of the service: it asks for a token where the
+# routes that feed it want one.
+OPEN_PATHS = ("/health", "/")
 REQUEST_ID = b"x-request-id"
 
 

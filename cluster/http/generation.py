@@ -18,7 +18,7 @@ from legato.cluster.http.error_response import json_response
 from legato.cluster.http.whole_answer import WholeAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -45,11 +45,19 @@ class GenerationResponse(Response):
     A client that goes away has its requests cancelled at once, with all that they hold.
     """
 
-    def __init__(self, router: Router, wanted: Wanted, time_left_s: float | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        wanted: Wanted,
+        time_left_s: float | None,
+        headers: Mapping[str, str],
+    ) -> None:
+        """`headers`: the client's."""
         super().__init__()
         self._router = router
         self._wanted = wanted
         self._time_left_s = time_left_s
+        self._request_headers = headers
         self._completion = Completion(wanted, router.text)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +118,7 @@ class GenerationResponse(Response):
             deliver,
             self._time_left_s,
             lambda spec: completion.begin(prompt, spec),
+            headers=self._request_headers,
         )
 
 

@@ -16,7 +16,8 @@ from legato.cluster.cli.main import app
 from legato.protos import common_pb2, generation_pb2
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*")])
+DEPLOYED = (path for path in ROOT.glob("deploy/*") if path.is_file())
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *DEPLOYED])
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
 
 

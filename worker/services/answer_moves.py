@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
+from legato.worker.call_trace import NOT_TRACED
 from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.kv.progress import KvProgress
 from legato.worker.services.errors import invalid
 from legato.worker.services.validation import check_address
 
 if TYPE_CHECKING:
+    from legato.worker.call_trace import CallTrace
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import HandoffResult, KvSender
     from legato.worker.mailbox import ParkedEvent
@@ -41,7 +43,16 @@ class AnswerMoves:
     resumes or leaves: its rows can be sent like those of a prompt.
     """
 
-    def __init__(self, engine: Engine, sender: KvSender, request_id: str, num_layers: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sender: KvSender,
+        request_id: str,
+        num_layers: int,
+        *,
+        trace: CallTrace = NOT_TRACED,
+    ) -> None:
+        self._trace = trace
         self._engine = engine
         self._sender = sender
         self._request_id = request_id
@@ -113,11 +124,15 @@ class AnswerMoves:
             self._sender.send(progress, ticket, command.decode_address)
         )
         move.sending.add_done_callback(_seen)
+        part = self._trace.part(
+            "kv send", decode_address=command.decode_address, worker=ticket.worker_id
+        )
         try:
             await asyncio.wait({move.sending})
         finally:
             move.sending.cancel()  # where this call ends
         if self._moves.get(answer) is not move:
+            part.end("the move is over")
             return None
         try:
             result = move.sending.result()
@@ -125,7 +140,9 @@ class AnswerMoves:
             move.sending = None
             self._await_word(answer, move)
             failed.reason, failed.refused = str(error), error.refused
+            part.end(failed.reason)
             return failed
+        part.end(kv_bytes=result.kv_bytes, reused_tokens=result.reused_tokens)
         return worker_pb2.Moved(
             answer=answer,
             number=number,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from legato.protos import worker_pb2, worker_pb2_grpc
+from legato.worker.call_trace import begin_call
 from legato.worker.lifecycle import NotReadyError
 from legato.worker.scheduling.claim import NeverFitsError, NoRoomNowError
 from legato.worker.services.answer_moves import AnswerMoves
@@ -19,6 +20,8 @@ from legato.worker.services.validation import read_key
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from legato.protos.tracing import Tracing
+    from legato.worker.call_trace import CallTrace
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.handoff.tickets import AttemptKey, Ticket, TicketBook
@@ -40,6 +43,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         sender: KvSender,
         *,
         prefix_cache: bool,
+        tracing: Tracing | None = None,
     ) -> None:
         self._identity = identity
         self._lifecycle = lifecycle
@@ -47,6 +51,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._tickets = tickets
         self._sender = sender
         self._prefix_cache = prefix_cache
+        self._tracing = tracing
 
     @reports_errors
     async def Decode(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
@@ -60,16 +65,19 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         reserve = (await _next_command(request_iterator, "reserve")).reserve
         key = read_key(reserve.key)
         request = DecodeRequest.read(reserve, self._identity, prefix_cache=self._prefix_cache)
+        trace = begin_call(self._tracing, "decode", context, reserve.key)
         try:
             with self._lifecycle.work():
                 ticket = self._reserve(key, request)
                 try:
                     async with limited(context):
-                        await self._serve(request_iterator, context, request, ticket)
+                        await self._serve(request_iterator, context, request, ticket, trace)
                 finally:
                     self._tickets.close(ticket)
         except NotReadyError as error:
             raise CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+        finally:
+            trace.end()
 
     def _reserve(self, key: AttemptKey, request: DecodeRequest) -> Ticket:
         try:
@@ -85,6 +93,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         context: Context,
         request: DecodeRequest,
         ticket: Ticket,
+        trace: CallTrace,
     ) -> None:
         granted = worker_pb2.KvTicket(
             key=worker_pb2.AttemptKey(request_id=ticket.key.request_id, attempt=ticket.key.attempt),
@@ -94,17 +103,19 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             cached_tokens=self._tickets.count_cached_tokens(ticket),
         )
         await context.write(worker_pb2.DecodeEvent(ticket=granted))
+        trace.note("ticket", blocks=granted.blocks, cached_tokens=granted.cached_tokens)
         start = (await _next_command(commands, "start")).start
         sequences = request.sequences(start)
         num_layers = self._identity.kv_shape.num_layers
         call = DecodeCall(
             self._engine,
             self._tickets,
-            AnswerMoves(self._engine, self._sender, ticket.key.request_id, num_layers),
+            AnswerMoves(self._engine, self._sender, ticket.key.request_id, num_layers, trace=trace),
             ticket,
             sequences,
             context.write,
             prefills=start.local_prefill,
+            trace=trace,
         )
         await call.run(commands)
 

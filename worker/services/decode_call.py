@@ -10,6 +10,7 @@ import grpc
 
 from legato.protos import worker_pb2
 from legato.protos.kv_lapsed import KV_LAPSED
+from legato.worker.call_trace import NOT_TRACED
 from legato.worker.handoff.tickets import TicketState
 from legato.worker.mailbox import (
     BrokenEvent,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
     from typing import Any
 
+    from legato.worker.call_trace import CallTrace
     from legato.worker.engine import Engine
     from legato.worker.handoff.tickets import Ticket, TicketBook
     from legato.worker.mailbox import EngineEvent, Mailbox
@@ -72,6 +74,7 @@ class DecodeCall:
         write: Write,
         *,
         prefills: bool = False,
+        trace: CallTrace = NOT_TRACED,
     ) -> None:
         """`sequences`: of the answers that go on, by their number; none has claim or lease yet.
         `prefills`: no KV comes; there is one answer, whose first token is still to be sampled.
@@ -90,6 +93,9 @@ class DecodeCall:
         self._joined = False
         self._prefills = prefills
         self._first: TokenEvent | None = None  # with `prefills`
+        self._trace = trace
+        # Until the answers are in the batch: the KV comes, or is computed here.
+        self._beginning = trace.part("compute" if prefills else "kv receive")
         self._failure: Exception | None = None
         self._over = asyncio.Event()
         for _ in range(self._num_answers - len(sequences)):  # prefill gave their last token
@@ -112,6 +118,7 @@ class DecodeCall:
             await self._over.wait()
             async with self._turn:  # what is being written goes before the status
                 if self._failure is not None:
+                    self._trace.fail(str(self._failure))
                     raise self._failure
             if self._num_answers > 1:
                 await asyncio.wait({listener}, timeout=LAST_STOP_S)
@@ -268,12 +275,15 @@ class DecodeCall:
         # Before all else, as the protocol says: also where one leaves that was in no batch yet.
         if not self._joined and joins:
             self._joined = True
+            self._beginning.end()
+            self._trace.part("steps")  # to the end of the call
             yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
         for start in range(0, len(tokens), MAX_TOKENS_A_MESSAGE):
             part = tokens[start : start + MAX_TOKENS_A_MESSAGE]
             yield worker_pb2.DecodeEvent(tokens=tokens_message(answer, part, self._first))
         if isinstance(last, PreemptedEvent):
             preempted = worker_pb2.Preempted(answer=answer, num_preemptions=last.num_preemptions)
+            self._trace.note("preempted", answer=answer)
             yield worker_pb2.DecodeEvent(preempted=preempted)
         elif isinstance(last, ParkedEvent):  # one that others follow has been resumed since
             parked = self._moves.parked(answer, last)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from legato.protos import worker_pb2, worker_pb2_grpc
+from legato.worker.call_trace import begin_call
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.kv.progress import KvProgress
 from legato.worker.lifecycle import NotReadyError
@@ -32,6 +33,7 @@ from legato.worker.services.validation import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from legato.protos.tracing import Tracing
     from legato.worker.engine import Engine
     from legato.worker.handoff.sender import KvSender
     from legato.worker.identity import Identity
@@ -53,12 +55,14 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         sender: KvSender,
         *,
         prefix_cache: bool,
+        tracing: Tracing | None = None,
     ) -> None:
         self._identity = identity
         self._lifecycle = lifecycle
         self._engine = engine
         self._sender = sender
         self._prefix_cache = prefix_cache
+        self._tracing = tracing
 
     @reports_errors
     async def Prefill(  # type: ignore[override]  # noqa: N802  # the stub knows generators only; the name is the RPC's
@@ -69,17 +73,22 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             raise wrong_role("Prefill", self._identity.role)
         request = await _first_command(request_iterator)
         sequence = self._read(request)
+        trace = begin_call(self._tracing, "prefill", context, request.key)
         try:
             with self._lifecycle.work():
                 mailbox = self._engine.submit(sequence)
                 try:
                     async with limited(context):
-                        call = PrefillCall(self._sender, sequence, mailbox, request, context.write)
+                        call = PrefillCall(
+                            self._sender, sequence, mailbox, request, context.write, trace
+                        )
                         await call.run(request_iterator)
                 finally:
                     self._engine.release(sequence, mailbox)
         except NotReadyError as error:
             raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
+        finally:
+            trace.end()
 
     def _read(self, request: worker_pb2.PrefillRequest) -> Sequence:
         """A valid request as a sequence; raises CallError naming field, value and limit."""

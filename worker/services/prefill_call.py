@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from legato.protos import worker_pb2
+from legato.worker.call_trace import NOT_TRACED
 from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.services.errors import invalid, no_usable_logits
@@ -15,6 +16,7 @@ from legato.worker.services.validation import check_address
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from legato.worker.call_trace import CallTrace, Part
     from legato.worker.handoff.sender import HandoffResult, KvSender
     from legato.worker.kv.progress import KvProgress
     from legato.worker.mailbox import Mailbox
@@ -42,6 +44,7 @@ class PrefillCall:
         mailbox: Mailbox,
         request: worker_pb2.PrefillRequest,
         write: Write,
+        trace: CallTrace = NOT_TRACED,
     ) -> None:
         """The sequence is in the engine, and has a progress where the request has a ticket."""
         self._sender = sender
@@ -49,6 +52,8 @@ class PrefillCall:
         self._mailbox = mailbox
         self._request_id = request.key.request_id
         self._write = write
+        self._trace = trace
+        self._computing = trace.part("compute", tokens=len(request.token_ids))
         self._num_retargets = 0
         self._retargeted = asyncio.Event()
         self._handoff: asyncio.Task[HandoffResult] | None = None
@@ -101,6 +106,8 @@ class PrefillCall:
     ) -> None:
         self._handoff = asyncio.create_task(self._sender.send(progress, ticket, address))
         self._handoff.add_done_callback(_seen)
+        part = self._trace.part("kv send", decode_address=address, worker=ticket.worker_id)
+        self._handoff.add_done_callback(lambda task: _end(part, task))
 
     # What the router is told.
 
@@ -110,6 +117,11 @@ class PrefillCall:
         if goes_on and self._sequence.progress is not None:
             self._sequence.progress.confirm()
         first_token = first_token_message(tokens, self._sequence)
+        self._computing.end(
+            cached_tokens=first_token.cached_tokens,
+            wait_s=first_token.wait_s,
+            model_s=first_token.model_s,
+        )
         await self._write(worker_pb2.PrefillEvent(first_token=first_token))
         if goes_on and self._handoff is not None:
             await self._tell_of_handoffs()
@@ -173,6 +185,15 @@ def _done(result: HandoffResult, num_retargets: int) -> worker_pb2.PrefillEvent:
         num_retargets=num_retargets,
     )
     return worker_pb2.PrefillEvent(handoff_done=done)
+
+
+def _end(part: Part, task: asyncio.Task[HandoffResult]) -> None:
+    if task.cancelled():
+        part.end("cancelled")
+    elif (error := task.exception()) is not None:
+        part.end(str(error))
+    else:
+        part.end(kv_bytes=task.result().kv_bytes, reused_tokens=task.result().reused_tokens)
 
 
 def _seen(task: asyncio.Task[HandoffResult] | asyncio.Task[None]) -> None:
