@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FinishReason = Literal["stop", "length"]
-_REASONS: dict[int, FinishReason] = {
+FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -41,7 +41,7 @@ class Finished:
     @property
     def reason(self) -> FinishReason:
         """By a stop string or token, or by max_tokens."""
-        return _REASONS[self.finish.finish_reason]
+        return FINISH_REASONS[self.finish.finish_reason]
 
 
 Event = Tokens | Finished

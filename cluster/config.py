@@ -60,6 +60,7 @@ class RouterOptions:
 
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int | None = None  # of the OpenAI-compatible endpoint; None: there is none
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20  # prompt tokens of all queued requests
     # A request without a deadline still ends: nothing may wait for ever.

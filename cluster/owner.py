@@ -19,7 +19,7 @@ from legato.cluster.pool import ControllerOptions
 from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_address, running_cluster
 from legato.cluster.ray_temp import RayTemp, prepare_environment
 from legato.cluster.roles import role_of
-from legato.cluster.router_ports import check_port, router_ports
+from legato.cluster.router_ports import check_port, http_ports, router_ports
 from legato.cluster.security_rules import check_security, inner_access, own_access
 from legato.cluster.stop_signal import StartInterruptedError
 from legato.cluster.version import legato_version
@@ -70,6 +70,8 @@ class Owner:
         config = self._config
         for port in router_ports(config):
             check_port(config.router.host, port)
+        for port in http_ports(config):
+            check_port(config.router.host, port, port_option="--http-port")
         self._check_security()
         ray_address = self._ray_address()
         if ray_address is None:
@@ -167,6 +169,11 @@ class Owner:
     def access(self) -> ClientAccess:
         """To the service's own routers."""
         return own_access(self._config.router)
+
+    @property
+    def http_addresses(self) -> list[str]:
+        """host:port of the HTTP endpoints of a service that has been started."""
+        return self._running().http_addresses()
 
     @property
     def stop_asked(self) -> bool:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from legato.cluster.answer_life import Send
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
+    from legato.cluster.http.server import HttpServer
     from legato.cluster.in_flight import Ownership
     from legato.cluster.model_limits import ModelLimits
     from legato.cluster.request import RequestSpec
@@ -162,21 +163,50 @@ class Router:
         self._idle.set()
         self._draining = False
         self._gateway = Gateway(self)
+        self._http: HttpServer | None = None
         self._ticker: asyncio.Task[None] | None = None
 
     # --- the controller's side ----------------------------------------------------------------
 
     async def start(self) -> str:
-        """Binds and serves; returns the address as host:port.
+        """Binds and serves; returns the address of the gRPC services as host:port.
 
         Raises:
-            OSError: the port is taken, or the host is not this machine's.
+            OSError: a port is taken, or the host is not this machine's.
         """
-        address = await self._gateway.start(self.options.host, self.options.port)
+        http = self._new_http()
+        try:
+            address = await self._gateway.start(self.options.host, self.options.port)
+        except OSError:
+            if http is not None:
+                http.close()
+            raise
+        if http is not None:
+            await http.start()
+            self._http = http
         self._ticker = asyncio.create_task(self._tick())
         if self._load_reporter is not None:
             self._load_reporter.start()
         return address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP endpoint, while it serves; empty where there is none."""
+        return "" if self._http is None else self._http.address
+
+    def _new_http(self) -> HttpServer | None:
+        """It has its port: taken before anything is served, so that a taken one leaves nothing."""
+        if self.options.http_port is None:
+            return None
+        from legato.cluster.http.server import HttpServer  # late: it takes a moment
+
+        return HttpServer(
+            self,
+            self.options.host,
+            self.options.http_port,
+            authorize=None if self.credentials is None else self.credentials.check,
+            tls=self.options.tls,
+        )
 
     async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
         """Takes the full snapshot of workers; idempotent."""
@@ -197,7 +227,9 @@ class Router:
         await self.drain(0.0)
         if self._load_reporter is not None:
             await self._load_reporter.stop()
-        await self._gateway.stop()
+        await asyncio.gather(
+            self._gateway.stop(), *([] if self._http is None else [self._http.stop()])
+        )
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.wait({self._ticker})
@@ -221,9 +253,10 @@ class Router:
         request: generation_pb2.GenerateRequest,
         send: Send,
         time_left_s: float | None,
+        on_spec: Callable[[RequestSpec], None] | None = None,
     ) -> None:
         """Serves one request; `send` gets every message, one at a time. Cancelling frees all that
-        it holds.
+        it holds. `on_spec` is told what was made of the request, before the first message.
 
         Raises:
             RequestError: the status that the client gets.
@@ -237,7 +270,7 @@ class Router:
                 self._running.add(bound)
                 self._idle.clear()
                 try:
-                    await self._generate(request, send, clocks, deadline, bound)
+                    await self._generate(request, send, clocks, deadline, bound, on_spec)
                 finally:
                     self._running.discard(bound)
                     if not self._running:
@@ -265,8 +298,11 @@ class Router:
         clocks: list[PhaseClock],
         deadline: Deadline,
         bound: asyncio.Timeout,
+        on_spec: Callable[[RequestSpec], None] | None,
     ) -> None:
         spec, answers = await self._admit(request, deadline)
+        if on_spec is not None:
+            on_spec(spec)
         fingerprint = self.pool.model_fingerprint
         owner = await self._in_flight.take(spec, bound)
         try:

@@ -1,4 +1,4 @@
-"""router_ports, check_port: where a service is to listen, and whether it can."""
+"""Ports of a service: where its routers are to listen, and whether they can."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from legato.cluster.config import ServiceConfig
 
 MAX_PORT = 65535
+HTTP_OFFSET = 1000  # so services that have ports of their own have HTTP ports of their own
 
 
 def router_ports(config: ServiceConfig) -> list[int]:
@@ -26,7 +27,35 @@ def router_ports(config: ServiceConfig) -> list[int]:
     return list(range(first, last + 1))
 
 
-def check_port(host: str, port: int, option: str = "--host") -> None:
+def default_http_port(port: int) -> int:
+    """Of a service at `port`, where nothing is said of HTTP."""
+    return port and port + HTTP_OFFSET
+
+
+def http_ports(config: ServiceConfig) -> list[int]:
+    """The same of their HTTP endpoints; none where there are none."""
+    first = config.router.http_port
+    if first is None:
+        return []
+    if not first:
+        return [0]
+    ports = list(range(first, first + config.num_routers))
+    if ports[-1] > MAX_PORT:
+        raise ServiceError(
+            f"the HTTP endpoints of --routers {config.num_routers} need the ports {first} to "
+            f"{ports[-1]}; the last port is {MAX_PORT}: choose others with --http-port"
+        )
+    if shared := set(ports).intersection(router_ports(config)):
+        raise ServiceError(
+            f"port {min(shared)} is asked for twice, by --port and by --http-port; they must be "
+            f"{config.num_routers} apart"
+        )
+    return ports
+
+
+def check_port(
+    host: str, port: int, option: str = "--host", *, port_option: str = "--port"
+) -> None:
     """Raises ServiceError where nobody can listen there. Port 0 means any free one."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -40,11 +69,13 @@ def check_port(host: str, port: int, option: str = "--host") -> None:
         try:
             probe.bind(address)
         except OSError as error:
-            raise ServiceError(_port_problem(host, port, option, error)) from error
+            raise ServiceError(_port_problem(host, port, option, port_option, error)) from error
 
 
-def _port_problem(host: str, port: int, option: str, error: OSError) -> str:
+def _port_problem(host: str, port: int, option: str, port_option: str, error: OSError) -> str:
     if error.errno == 98:  # EADDRINUSE
+        if port_option != "--port":
+            return f"port {port} on {host} is in use; choose another with {port_option}"
         return (
             f"port {port} on {host} is in use; choose another with --port, or end the service "
             f"there with `legato stop --port {port}`"

@@ -3,7 +3,8 @@
     python -m legato.bench.router_overhead
 
 A fake engine sends tokens without computing any; the load takes them from the engine itself
-(direct), through a bare gRPC relay, and through the router, in turn, in the same run. `spread`:
+(direct), through a bare gRPC relay, through the router, and as events from the router's HTTP
+endpoint, in turn, in the same run. `spread`:
 each stream has a token every period, evenly spread over it; `together`: all at the same moment, as
 after one decode step; `full`: each stream as fast as it goes. Engine, router and load share the
 machine's cores: at full speed the figure is that of all three together, for the relay as well.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from legato.bench.ready_process import ready_process
-from legato.bench.router_overhead.load import LoadRun, Pace
+from legato.bench.router_overhead.load import LoadKind, LoadRun, Pace
 from legato.bench.router_overhead.send_times import SendTimes
 from legato.worker.weights.source import resolve_model
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HERE = "legato.bench.router_overhead"
-WAYS = ("direct", "relay", "router")
+WAYS = ("direct", "relay", "router", "http")
 GOAL_ADDED_MS, GOAL_TOKENS_S, GOAL_OF_RELAY = 1.0, 3000.0, 0.5
 # Tokens that are on their way while streams begin and end share the machine with the beginnings.
 EDGE_TOKENS = 4
@@ -94,10 +95,13 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "direct": engine["decode"]["address"],
             "relay": relay["address"],
             "router": router["address"],
+            "http": router["http"],
         }
+        kinds: dict[str, LoadKind] = {"direct": "decode", "http": "http"}
         loads = {}
         for way in WAYS:
-            loads[way] = LoadRun(addresses[way], args.streams, args.tokens, direct=way == "direct")
+            load_kind = kinds.get(way, "generate")
+            loads[way] = LoadRun(addresses[way], args.streams, args.tokens, load_kind)
             stack.push_async_callback(loads[way].close)
         run = 0
         for number in range(-1, args.rounds):  # the first one warms up and is not counted
@@ -138,7 +142,7 @@ def _result(args: argparse.Namespace, rounds: dict[str, dict[str, list[float]]])
             "of_relay": GOAL_OF_RELAY,
         },
     }
-    for way in ("relay", "router"):
+    for way in ("relay", "router", "http"):
         result[way] = {
             "added_p50_ms": round(added(spread, way), 3),
             "added_p50_ms_together": round(added(together, way), 3),
@@ -151,6 +155,8 @@ def _result(args: argparse.Namespace, rounds: dict[str, dict[str, list[float]]])
     }
     ratios = [router / relay for router, relay in zip(full["router"], full["relay"], strict=True)]
     result["router"]["of_relay"] = round(median(ratios), 3)
+    ratios = [http / router for http, router in zip(full["http"], full["router"], strict=True)]
+    result["http"]["of_router"] = round(median(ratios), 3)
     _print_table(result)
     return result
 
@@ -164,13 +170,14 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{result[way]['added_p50_ms_together']:.2f} ms",
             f"{result[way]['full_tokens_s']:,}",
         )
-        for way in ("relay", "router")
+        for way in ("relay", "router", "http")
     ]
     for row in rows:
         print("  ".join(f"{cell:>20}" for cell in row), file=sys.stderr)
     print(
         f"router / relay: {result['router']['of_relay']:.2f} (goal {GOAL_OF_RELAY}); goals: "
-        f"{GOAL_ADDED_MS:g} ms spread, {GOAL_TOKENS_S:,.0f} tokens/s",
+        f"{GOAL_ADDED_MS:g} ms spread, {GOAL_TOKENS_S:,.0f} tokens/s; "
+        f"HTTP / gRPC: {result['http']['of_router']:.2f}",
         file=sys.stderr,
     )
 

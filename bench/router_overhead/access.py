@@ -65,8 +65,8 @@ class Target:
     def __init__(self, address: str, access: ClientAccess, args: argparse.Namespace) -> None:
         self._args = args
         self._channel = access.aio_channel(address, CHANNEL_OPTIONS)
-        self._long = LoadRun(address, args.streams, args.tokens, direct=False, access=access)
-        self._short = LoadRun(address, args.streams, SHORT_TOKENS, direct=False, access=access)
+        self._long = LoadRun(address, args.streams, args.tokens, access=access)
+        self._short = LoadRun(address, args.streams, SHORT_TOKENS, access=access)
 
     async def close(self) -> None:
         """Ends the connections."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from legato.bench.router_overhead.http_arrivals import http_arrivals
 from legato.bench.router_overhead.stream_name import StreamName
 from legato.cluster.client_access import NOTHING_SHOWN, ClientAccess
 from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc, worker_pb2
@@ -16,13 +17,12 @@ from legato.protos.worker_pb2_grpc import DecodeWorkerStub
 from legato.worker.channel import CHANNEL_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     import grpc
     import numpy.typing as npt
 
-    Arrivals = Callable[[str], AsyncIterator[tuple[int, int]]]
-
+LoadKind = Literal["decode", "generate", "http"]
 NUM_CHANNELS = 4  # clients share connections, but not all of them one
 TIMEOUT_S = 120.0
 PROMPT_TOKENS = 16
@@ -46,17 +46,21 @@ class LoadRun:
         address: str,
         num_streams: int,
         num_tokens: int,
+        kind: LoadKind = "generate",
         *,
-        direct: bool,
         access: ClientAccess = NOTHING_SHOWN,
     ) -> None:
-        """`direct`: the address is the decode worker's own."""
-        self._channels = [access.aio_channel(address, CHANNEL_OPTIONS) for _ in range(NUM_CHANNELS)]
+        """`decode`: the address is the decode worker's own; `http`: the HTTP endpoint's."""
+        self._address = address
+        self._channels = [
+            access.aio_channel(address, CHANNEL_OPTIONS)
+            for _ in range(0 if kind == "http" else NUM_CHANNELS)
+        ]
         self._num_streams = num_streams
         self._sampling = common_pb2.SamplingParams(
             max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True
         )
-        self._arrivals = self._decoded if direct else self._generated
+        self._kind = kind
 
     async def close(self) -> None:
         """Ends the connections."""
@@ -81,9 +85,8 @@ class LoadRun:
     ) -> None:
         phase_s = 0.0 if pace.together else pace.period_s * number / self._num_streams
         name = StreamName(run, number, round(pace.period_s * 1e6), round(phase_s * 1e6))
-        channel = self._channels[number % NUM_CHANNELS]
         expected = 1
-        async for offset, count in self._arrivals(channel, str(name)):
+        async for offset, count in self._arrivals(number, str(name)):
             now_s = time.monotonic()
             if offset == 0:  # of prefill, which the relay has not
                 offset, count = 1, count - 1
@@ -93,6 +96,12 @@ class LoadRun:
             expected += count
         if expected != len(arrivals_s):
             raise RuntimeError(f"stream {name}: {expected} of {len(arrivals_s)} tokens came")
+
+    def _arrivals(self, number: int, name: str) -> AsyncIterator[tuple[int, int]]:
+        if self._kind == "http":
+            return http_arrivals(self._address, name, PROMPT_TOKENS, self._sampling.max_tokens)
+        channel = self._channels[number % NUM_CHANNELS]
+        return (self._decoded if self._kind == "decode" else self._generated)(channel, name)
 
     async def _generated(
         self, channel: grpc.aio.Channel, name: str

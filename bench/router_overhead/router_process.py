@@ -71,6 +71,7 @@ async def _serve(args: argparse.Namespace) -> None:
     router = Router(
         RouterOptions(
             port=0,
+            http_port=0,
             local_prefill_tokens=0,
             tls=tls_files(args.public_certs, "service"),
             token_file=args.token_file,
@@ -94,7 +95,7 @@ async def _serve(args: argparse.Namespace) -> None:
             raise RuntimeError(f"the router is not ready: {router.missing()}")
         await asyncio.sleep(0.01)
     gc.freeze()
-    print(json.dumps({"address": address}), flush=True)
+    print(json.dumps({"address": address, "http": router.http_address}), flush=True)
     await asyncio.to_thread(sys.stdin.buffer.read)
     await router.stop()
 

@@ -21,5 +21,6 @@ class StreamName:
 
     @classmethod
     def parse(cls, text: str) -> StreamName:
-        """What `str` made."""
-        return cls(*map(int, text.split("-")))
+        """What `str` made; over HTTP the router puts something behind it."""
+        run, number, period_us, phase_us, *_ = text.split("-")
+        return cls(int(run), int(number), int(period_us), int(phase_us))

@@ -58,3 +58,7 @@ class RouterPlan:
     def port_of(self, number: int) -> int:
         """Where the router of that number, from 0, listens; 0 where any free port will do."""
         return self.options.port and self.options.port + number
+
+    def http_port_of(self, number: int) -> int | None:
+        """The same of its HTTP endpoint; None where it has none."""
+        return self.options.http_port and self.options.http_port + number

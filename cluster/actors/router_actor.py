@@ -35,6 +35,7 @@ class RouterPlace:
 
     address: str  # host:port
     process: WorkerProcess
+    http_address: str = ""  # host:port of its HTTP endpoint, where it has one
 
 
 class RouterActor:
@@ -77,11 +78,14 @@ class RouterActor:
         plan = self._plan
         text = await asyncio.to_thread(ModelText.load, Path(plan.model_path))
         context = ray.get_runtime_context()
-        store, key = HeadStore(context.namespace), f"port-{self._number}"
-        earlier_port = await store.recall(key)
-        port = earlier_port or plan.port_of(self._number)
+        store, key = HeadStore(context.namespace), f"ports-{self._number}"
+        earlier_ports = await store.recall(key)
+        port, http_port = earlier_ports or (
+            plan.port_of(self._number),
+            plan.http_port_of(self._number),
+        )
         router = Router(
-            dataclasses.replace(plan.options, port=port),
+            dataclasses.replace(plan.options, port=port, http_port=http_port),
             text,
             ControlCalls(self._controller, self._ask_end),
             model_name=plan.model_name,
@@ -89,12 +93,14 @@ class RouterActor:
             owner_pid=plan.owner_pid,
             owner_host=plan.owner_host,
         )
-        address = await _bind(router, 0.0 if earlier_port is None else BIND_TIMEOUT_S)
-        await store.keep(key, int(address.rpartition(":")[2]))
+        address = await _bind(router, 0.0 if earlier_ports is None else BIND_TIMEOUT_S)
+        ports = [_port(at) if at else None for at in (address, router.http_address)]
+        await store.keep(key, ports)
         self._router = router
         self._following = asyncio.create_task(self._follow())
         me = psutil.Process()
-        return RouterPlace(address, WorkerProcess(context.get_node_id(), me.pid, me.create_time()))
+        process = WorkerProcess(context.get_node_id(), me.pid, me.create_time())
+        return RouterPlace(address, process, router.http_address)
 
     def _ask_end(self, drain_timeout_s: float) -> None:
         if not self._end_asked.done():
@@ -117,6 +123,10 @@ class RouterActor:
                 await asyncio.sleep(RETRY_S)
                 continue
             await self._router.set_workers(workers)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 async def _bind(router: Any, patience_s: float) -> str:  # noqa: ANN401  # imported late

@@ -34,6 +34,7 @@ class RouterLink:
         self._access = access
         self.place: RouterPlace | None = None  # while it serves
         self.address = ""  # once known, the same for ever
+        self.http_address = ""  # so is this one
         self.failure = ""  # why it will never serve (again)
         self.asked_to_end: float | None = None
         self._heartbeat: Heartbeat | None = None
@@ -85,6 +86,7 @@ class RouterLink:
             self._fail(f"ended: {outcome(self._place_call)}")
             return ""
         is_back, self.address = bool(self.address), place.address
+        self.http_address = place.http_address
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(dial_address(self.address), self._access)
         self._heartbeat.forgive()
@@ -147,6 +149,10 @@ class RouterGroup:
         """Of all, in order, once all have served; before that empty."""
         addresses = [link.address for link in self._links]
         return addresses if all(addresses) else []
+
+    def http_addresses(self) -> list[str]:
+        """Of the HTTP endpoints of those that have served, in order."""
+        return [link.http_address for link in self._links if link.http_address]
 
     def end_asked(self) -> float | None:
         """The seconds given to running requests, once somebody asked any of them for the end."""

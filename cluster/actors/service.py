@@ -150,6 +150,10 @@ class RayService:
         """host:port of each, once all serve."""
         return [] if self._routers is None else self._routers.addresses()
 
+    def http_addresses(self) -> list[str]:
+        """host:port of each HTTP endpoint; none where there is none."""
+        return [] if self._routers is None else self._routers.http_addresses()
+
     def pools(self) -> list[cluster_pb2.PoolStatus] | None:
         """See Controller.pools; None where it does not answer, such as while it restarts."""
         raw = None if self._controller is None else self._controller.ask("pools")

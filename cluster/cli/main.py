@@ -7,6 +7,7 @@ from typing import cast
 
 import typer
 
+from legato.cluster.cli.batch import batch
 from legato.cluster.cli.certs import certs
 from legato.cluster.cli.client_flags import secured
 from legato.cluster.cli.demo import demo
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (serve, generate, status, scale, role, stop, demo, certs):
+for _command in (serve, generate, batch, status, scale, role, stop, demo, certs):
     app.command()(secured(_command))
 
 

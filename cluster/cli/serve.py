@@ -59,6 +59,8 @@ from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the
     DecodeOption,
     DecodeResourcesOption,
     HostOption,
+    HttpOption,
+    HttpPortOption,
     LocalPrefillTokensOption,
     ModelOption,
     PortOption,
@@ -76,6 +78,7 @@ from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the
 from legato.cluster.cli.service_run import run_service, stay
 from legato.cluster.config import KV_WIRES, WEIGHTS, EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.resource_demand import NO_DEMAND, parse_demand
+from legato.cluster.router_ports import default_http_port
 
 if TYPE_CHECKING:
     from legato.cluster.config import Admission, KvLane
@@ -89,6 +92,8 @@ def serve(
     colocated: ColocatedOption = 0,
     host: HostOption = "127.0.0.1",
     port: PortOption = DEFAULT_PORT,
+    http: HttpOption = True,
+    http_port: HttpPortOption = None,
     routers: RoutersOption = 1,
     ray_address: RayAddressOption = None,
     device: DeviceOption = "auto",
@@ -235,6 +240,7 @@ def serve(
         router=RouterOptions(
             host=host,
             port=port,
+            http_port=_http_port(port, http_port) if http else None,
             local_prefill_tokens=local_prefill_tokens,
             request_log=None if request_log is None else str(request_log),
             tls=tls_files(tls_cert, tls_key, tls_ca),
@@ -246,6 +252,10 @@ def serve(
         allow_plain_token=allow_plain_token,
     )
     sys.exit(run_service(config, stay))
+
+
+def _http_port(port: int, asked: int | None) -> int:
+    return default_http_port(port) if asked is None else asked
 
 
 def _demand(text: str | None, option: str) -> ResourceDemand:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from legato.cluster.pool import MAX_POOL_SIZE
+from legato.cluster.router_ports import HTTP_OFFSET
 
 ModelOption = Annotated[
     str,
@@ -37,6 +38,19 @@ HostOption = Annotated[
 ]
 
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")]
+
+HttpPortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Where the OpenAI-compatible HTTP endpoint listens; of several routers, here and at "
+        f"the ports that follow. 0 takes any free one. Default: --port + {HTTP_OFFSET}.",
+        show_default=False,
+    ),
+]
+
+HttpOption = Annotated[bool, typer.Option("--http/--no-http", help="Serve HTTP beside gRPC.")]
 
 RoutersOption = Annotated[
     int,

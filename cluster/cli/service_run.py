@@ -53,10 +53,16 @@ def run_service(
 
 def stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
     """For `run_service`: tells where the service is and what it holds, and waits for its end."""
+    from legato.cluster.heartbeat import dial_address
+
     first = address.partition(",")[0]
     for line in _kv_lines(first, owner.access):
         progress.stage(line)
     progress.stage(f"ready at {address}")
+    if http := owner.http_addresses:
+        scheme = "http" if owner.access.tls is None else "https"
+        urls = ", ".join(f"{scheme}://{dial_address(at)}/v1" for at in http)
+        progress.stage(f"OpenAI-compatible HTTP at {urls}")
     at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
     progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
     return owner.wait()

@@ -16,12 +16,13 @@ SMALL = ["--streams", "4", "--tokens", "12", "--rounds", "1", "--period", "0.02"
 def test_each_way_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--model", str(demo_model_path())]) == 0
     figures = json.loads(capsys.readouterr().out)
-    for way in ("relay", "router"):
+    for way in ("relay", "router", "http"):
         # Whoever stands between cannot be faster than nobody: times are of the same tokens.
         assert 0 < figures[way]["added_p50_ms"] < 1000
         assert 0 < figures[way]["full_tokens_s"] < figures["direct"]["full_tokens_s"] * 2
     assert figures["direct"]["p50_ms"] > 0
     assert figures["router"]["of_relay"] > 0
+    assert figures["http"]["of_router"] > 0
 
 
 def test_what_is_given_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +39,7 @@ def test_what_is_given_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_a_lost_token_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load.LoadRun("127.0.0.1:1", 1, 12, direct=True)
+    run = load.LoadRun("127.0.0.1:1", 1, 12, "decode")
 
     async def leaves_one_out(*_: object):  # type: ignore[no-untyped-def]  # noqa: ANN202  # a stand-in
         for index in (1, 2, 4):

@@ -38,6 +38,9 @@ class FakeText:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
 
 @dataclass(frozen=True)
 class FakeDelta:
@@ -77,10 +80,18 @@ def fake_parse(
     limits: ModelLimits,
 ) -> RequestSpec:
     prompt = tuple(request.token_ids.ids) or tuple(request.text.encode())
+    if request.messages.messages:
+        prompt = tuple("".join(message.content for message in request.messages.messages).encode())
     num_answers = request.n or 1
     resumed = parse_resumption(request, num_answers, limits.vocab_size)
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling if resumed is None else resumed.settle(request.sampling))
+    prompt_logprobs = None
+    if sampling.HasField("prompt_logprobs") and (resumed is None or not resumed.has_begun):
+        prompt_logprobs = sampling.prompt_logprobs
+    sampling.ClearField("prompt_logprobs")
+    prompt_only = sampling.HasField("max_tokens") and sampling.max_tokens == 0
+    sampling.max_tokens = max(1, sampling.max_tokens)
     if len(prompt) + sampling.max_tokens - 1 > limits.decode_kv_tokens and sampling.max_tokens > 1:
         raise invalid("prompt + max_tokens - 1 is more than the largest decode worker holds")
     return RequestSpec(
@@ -93,6 +104,8 @@ def fake_parse(
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
         num_answers=num_answers,
         resumed=resumed,
+        prompt_logprobs=prompt_logprobs,
+        prompt_only=prompt_only,
     )
 
 

@@ -1,0 +1,167 @@
+"""`legato batch`: a file of requests in, a file of answers out, at batch priority."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from legato.cluster.cli.client_flags import chosen_access
+from legato.cluster.cli.connection import DEFAULT_PORT
+from legato.cluster.errors import ServiceError
+from legato.cluster.router_ports import default_http_port
+
+if TYPE_CHECKING:
+    from legato.cluster.batch.batch_input import BatchInput
+    from legato.cluster.batch.batch_output import BatchOutput
+    from legato.cluster.batch.batch_run import BatchOutcome
+    from legato.cluster.cli.batch_progress import BatchProgress
+
+DEFAULT_URL = f"http://127.0.0.1:{default_http_port(DEFAULT_PORT)}"
+MAX_CONCURRENCY = 1024
+SOME_FAILED, SOME_UNDONE = 1, 3  # exit codes
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def batch(
+    lines: Annotated[
+        Path, typer.Argument(dir_okay=False, help="Requests, one a line: OpenAI's batch format.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            dir_okay=False,
+            help="Answers, one a line, in the order in which they are ready. Lines that it has "
+            "are not asked again.",
+        ),
+    ],
+    url: Annotated[
+        str,
+        typer.Option(
+            envvar="LEGATO_URL",
+            help="The service's HTTP endpoint; of several routers with commas between them.",
+        ),
+    ] = DEFAULT_URL,
+    concurrency: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_CONCURRENCY, help="Requests in flight at most."),
+    ] = 64,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop after so long: 90, 90s, 30m, 2h or 1d. What is not done then can be done "
+            "by the same command.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Answer a file of requests, at batch priority: they fill what interactive requests leave.
+
+    Where it is interrupted, in whatever way, the same command goes on.
+
+    Exit codes: 0 all lines have answers; 1 some have errors in the place of one; 3 the deadline
+    came before some lines.
+
+    Examples:
+
+        legato batch in.jsonl -o out.jsonl
+
+        legato batch in.jsonl -o out.jsonl --deadline 8h --concurrency 256
+    """
+    urls = _urls(url)
+    limit_s = None if deadline is None else _seconds(deadline)
+    deadline_s = None if limit_s is None else time.monotonic() + limit_s
+    from legato.cluster.batch.batch_input import BatchInput
+    from legato.cluster.batch.batch_output import BatchOutput
+
+    if output.exists() and lines.exists() and output.samefile(lines):
+        raise ServiceError(f"--output {str(output)!r} is the file of requests itself")
+    with BatchInput(lines) as requests:
+        custom_ids = {ref.custom_id for ref in requests.lines}
+        with BatchOutput(output, custom_ids) as finished:
+            sys.exit(_run(requests, finished, urls, concurrency, deadline_s))
+
+
+def _run(
+    requests: BatchInput,
+    finished: BatchOutput,
+    urls: list[str],
+    concurrency: int,
+    deadline_s: float | None,
+) -> int:
+    from legato.cluster.cli.batch_progress import BatchProgress
+
+    total = len(requests.lines)
+    with BatchProgress(total, len(finished.finished), finished.num_failed) as progress:
+        try:
+            outcome = asyncio.run(
+                _answer(requests, finished, urls, concurrency, deadline_s, progress)
+            )
+        finally:
+            progress.tell(f"{len(finished.finished)} of {total} lines done")
+    if finished.num_failed:
+        print(f"legato: {finished.num_failed} lines have errors", file=sys.stderr)
+    if outcome.num_undone:
+        print(
+            f"legato: the deadline came before {outcome.num_undone} lines; the same command goes "
+            "on with them",
+            file=sys.stderr,
+        )
+        return SOME_UNDONE
+    return SOME_FAILED if finished.num_failed else 0
+
+
+async def _answer(
+    requests: BatchInput,
+    finished: BatchOutput,
+    urls: list[str],
+    concurrency: int,
+    deadline_s: float | None,
+    progress: BatchProgress,
+) -> BatchOutcome:
+    from legato.cluster.batch.batch_endpoint import BatchEndpoint
+    from legato.cluster.batch.batch_run import BatchOutcome, run_batch
+
+    if len(finished.finished) == len(requests.lines):
+        return BatchOutcome()
+    access = chosen_access()
+    try:
+        access.check_urls(urls)
+        verify = True if access.tls is None else access.tls.ssl_context()
+    except ValueError as error:
+        raise ServiceError(str(error)) from error
+    async with BatchEndpoint(
+        urls, concurrency, deadline_s, access.token, verify=verify
+    ) as endpoint:
+        await endpoint.check()
+        return await run_batch(
+            requests, finished, endpoint, concurrency=concurrency, on_line=progress.line
+        )
+
+
+def _urls(text: str) -> list[str]:
+    urls = [part.strip().rstrip("/").removesuffix("/v1") for part in text.split(",")]
+    for url in urls:
+        if re.fullmatch(r"https?://[^\s/?#]+", url) is None:
+            raise typer.BadParameter(
+                f"must be http://host:port, or several with commas between them, got {url!r}",
+                param_hint="--url",
+            )
+    return urls
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    seconds = float(found[1]) * _UNITS_S[found[2]] if found else 0.0
+    if not 0 < seconds <= 1e8:
+        raise typer.BadParameter(
+            f"must be a time such as 90, 90s, 30m, 2h or 1d, got {text!r}", param_hint="--deadline"
+        )
+    return seconds

@@ -1,0 +1,227 @@
+"""SharedFields: what both completion endpoints take, and how a wrong field is told."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import grpc
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from legato.cluster.errors import RequestError, invalid, shown
+from legato.cluster.sampling_rules import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+# OpenAI's clients may send these as null; a value asks for what is not there.
+NOT_SERVED = (
+    "audio",
+    "function_call",
+    "functions",
+    "modalities",
+    "prediction",
+    "reasoning_effort",
+    "suffix",
+    "tool_choice",
+    "tools",
+    "verbosity",
+    "web_search_options",
+)
+
+
+def is_whole(value: object) -> bool:
+    """A JSON number without a fraction: true is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stop(value: object) -> list[str]:
+    """One string or several; how many and how long they may be is checked with the rest."""
+    items = value if isinstance(value, list) else [value]
+    if len(items) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(items)} entries, limit {MAX_STOP_STRINGS}")
+    strings: list[str] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, str):
+            where = f"[{index}]" if isinstance(value, list) else ""
+            raise ValueError(f"{where} is {shown(item)}, limit a string or a list of strings")
+        strings.append(item)
+    return strings
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError(f"is {shown(value)}, limit an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries, limit {MAX_LOGIT_BIAS}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**31):
+            raise ValueError(f"has the key {shown(key)}, limit token ids")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"[{key}] is {shown(bias)}, limit [-100, 100]")
+        biases[int(key)] = max(-3e38, min(float(bias), 3e38))
+    return biases
+
+
+Stop = Annotated[
+    list[str],
+    PlainValidator(_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                    "maxItems": MAX_STOP_STRINGS,
+                },
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
+
+
+class RequestModel(BaseModel):
+    """Types alone are checked here; ranges are `legato.cluster.request`'s."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class StreamOptions(RequestModel):
+    """What a stream tells beside the answer."""
+
+    include_usage: bool | None = Field(None, description="A last chunk with the request's usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Usage so far in every chunk.")
+    include_obfuscation: Any = Field(None, description="Ignored.")
+
+
+class ResponseFormat(RequestModel):
+    """What an answer must look like."""
+
+    type: Literal["text"]
+
+
+class SharedFields(RequestModel):
+    """Null is as good as left out."""
+
+    model: str | None = Field(None, description="The one that is served, where it is given.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int32 | None = Field(None, description="Answers to each prompt.")
+    max_tokens: Int32 | None = None
+    max_completion_tokens: Int32 | None = Field(None, description="Another name of max_tokens.")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int64 | None = None
+    stop: Stop | None = None
+    stop_token_ids: (
+        Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    min_tokens: Int32 | None = None
+    logit_bias: LogitBias | None = None
+    priority: Literal["interactive", "batch"] | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    parse_special_tokens: bool | None = None
+    return_token_ids: bool | None = Field(None, description="`token_ids` in every choice.")
+    # What OpenAI's clients send for OpenAI's own books.
+    user: Any = Field(None, description="Ignored.")
+    store: Any = Field(None, description="Ignored.")
+    metadata: Any = Field(None, description="Ignored.")
+    service_tier: Any = Field(None, description="Ignored.")
+    safety_identifier: Any = Field(None, description="Ignored.")
+    prompt_cache_key: Any = Field(None, description="Ignored.")
+    prompt_cache_retention: Any = Field(None, description="Ignored.")
+    parallel_tool_calls: Any = Field(None, description="Ignored: there are no tools.")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+Fields = TypeVar("Fields", bound=SharedFields)
+
+
+def read_fields(value: dict[str, Any], model: type[Fields]) -> Fields:
+    """The request's fields.
+
+    Raises:
+        RequestError: one of them is unknown, not served or of another type; the sentence names it.
+    """
+    for name in NOT_SERVED:
+        if value.pop(name, None) is not None:
+            raise RequestError(
+                grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served by this release"
+            )
+    unknown = next((name for name in value if name not in model.model_fields), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown[:64], model.model_fields, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise invalid(f"{_name(unknown)} is no field of this request{hint}")
+    try:
+        fields = model.model_validate(value)
+    except ValidationError as error:
+        raise invalid(_sentence(error.errors(include_url=False)[0])) from None
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options is set, limit requests with stream true")
+    return fields
+
+
+def _name(text: str) -> str:
+    return text if text.isidentifier() and len(text) <= 64 else shown(text)
+
+
+def _sentence(error: ErrorDetails) -> str:
+    path = ""
+    for part in error["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{_name(part)}" if path else _name(part)
+    kind, value = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        return f"{path} is no field of this request"
+    if kind == "missing":
+        return f"{path} is not set, limit exactly one"
+    if kind == "value_error":  # of a check above, which goes on where the name ends
+        sentence = str(error["ctx"]["error"])
+        return path + sentence if sentence.startswith(("[", " ")) else f"{path} {sentence}"
+    if kind == "too_long":
+        return f"{path} has {len(value)} entries, limit {error['ctx']['max_length']}"
+    return f"{path} is {shown(value)}, limit {error['msg'].removeprefix('Input should be ')}"

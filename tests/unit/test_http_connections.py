@@ -1,0 +1,288 @@
+"""The HTTP endpoint's connections: clients that leave, deadlines, drains, ports, credentials."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx2
+import pytest
+from fake_worker import FakeWorker
+from http_service import CHAT, TEXT, asked, http_service
+from router_service import FakeControl, Service, ask, collect, fake_router, until
+
+from legato.cluster.config import RouterOptions
+from legato.cluster.errors import RequestError
+from legato.cluster.http import server as http_server
+from legato.cluster.http.server import HttpServer
+
+if TYPE_CHECKING:
+    from http_service import HttpService
+
+GONE_BOUND_S = 2.0  # fake steps take milliseconds; the rest is a busy machine's
+LONG = "a" * 20  # 6 of 8 blocks, to begin with
+SLOW = {"step_s": 0.02, "total_blocks": 4000}
+
+
+async def open_stream(
+    service: HttpService, max_tokens: int = 400, **fields: object
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A raw connection, of which the first event has come."""
+    host, port = service.service.router.http_address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(asked(max_tokens, stream=True, **fields)).encode()
+    writer.write(
+        f"POST {TEXT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    async with asyncio.timeout(10):
+        while not (await reader.readline()).startswith(b"data:"):
+            pass
+    return reader, writer
+
+
+async def settled_within(service: HttpService, bound_s: float) -> None:
+    began_s = time.monotonic()
+    await service.service.settle()
+    assert time.monotonic() - began_s < bound_s
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_a_client_that_leaves_frees_everything(how: str) -> None:
+    async with http_service(decode=FakeWorker("decode", **SLOW)) as service:
+        _, writer = await open_stream(service, prompt="hello", n=3)
+        assert service.service.decodes[0].used_blocks > 0
+        if how == "reset":
+            taken = writer.get_extra_info("socket")
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        writer.close()
+        await settled_within(service, GONE_BOUND_S)
+        assert service.service.router.counters.cancelled == 1
+
+
+async def test_all_prompts_of_a_client_that_leaves_end() -> None:
+    async with http_service(decode=FakeWorker("decode", **SLOW)) as service:
+        _, writer = await open_stream(service, prompt=["one", "two", "three"])
+        await until(lambda: service.service.router.num_in_flight == 3)
+        writer.close()
+        await settled_within(service, GONE_BOUND_S)
+        assert service.service.router.counters.cancelled == 3
+
+
+async def test_a_client_that_leaves_before_its_whole_answer_frees_everything() -> None:
+    async with http_service(decode=FakeWorker("decode", **SLOW)) as service:
+        asking = asyncio.create_task(service.post(TEXT, **asked(400, prompt="hello")))
+        await until(lambda: service.service.decodes[0].used_blocks > 0)
+        asking.cancel()
+        await asyncio.wait({asking})
+        await settled_within(service, GONE_BOUND_S)
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
+    async with http_service(decode=FakeWorker("decode", step_s=0.02, total_blocks=8)) as service:
+        _, first = await open_stream(service, 12, prompt=LONG)
+        waiting = asyncio.create_task(service.post(TEXT, **asked(12, prompt=LONG)))
+        await until(lambda: service.service.router.admission.num_queued == 1)
+        waiting.cancel()
+        await until(lambda: service.service.router.admission.num_queued == 0)
+        first.close()
+
+
+async def test_a_slow_reader_holds_its_own_stream_and_no_other() -> None:
+    async with http_service(decode=FakeWorker("decode", total_blocks=4000)) as service:
+        _, writer = await open_stream(service, prompt="hello", n=2)
+        result = await collect(service.service, ask("you", 5))
+        assert len(result.token_ids) == 5
+        writer.close()
+
+
+async def test_the_deadline_of_a_header_is_the_requests() -> None:
+    async with http_service(decode=FakeWorker("decode", **SLOW)) as service:
+        response = await service.http.post(
+            CHAT,
+            json=asked(400, messages=[{"role": "user", "content": "hello"}]),
+            headers={"x-request-timeout-s": "0.3"},
+        )
+        assert response.status_code == 504
+        error = response.json()["error"]
+        assert error["type"] == "timeout_error"
+        assert "0.3 s passed" in error["message"]
+    # Another: this one has learnt that so much takes longer.
+    async with http_service(decode=FakeWorker("decode", **SLOW)) as service:
+        response = await service.http.post(
+            TEXT,
+            json=asked(400, prompt="hello", stream=True),
+            headers={"x-request-timeout-s": "0.3"},
+        )
+        assert response.status_code == 200  # its first tokens had been sent
+        *_, error_event, done, _ = response.text.split("\n\n")
+        assert json.loads(error_event.removeprefix("data: "))["error"]["type"] == "timeout_error"
+        assert done == "data: [DONE]"
+
+
+async def test_request_ids_find_a_request_and_never_clash() -> None:
+    async with http_service(decode=FakeWorker("decode", **SLOW)) as service:
+        headers = {"x-request-id": "mine"}
+        responses = await asyncio.gather(
+            *(
+                service.http.post(TEXT, json=asked(5, prompt="hello"), headers=headers)
+                for _ in range(3)
+            )
+        )
+        ids = {response.json()["id"] for response in responses}
+        assert len(ids) == 3
+        assert all(name.startswith("cmpl-mine-") for name in ids)
+        assert {response.headers["x-request-id"] for response in responses} == {"mine"}
+        used = {reserve.key.request_id for reserve in service.service.decodes[0].reserves}
+        assert {f"cmpl-{name}" for name in used} == ids
+
+
+async def test_health_and_refusals_follow_the_workers() -> None:
+    async with Service([FakeWorker("prefill")], [], http_port=0) as service:
+        url = f"http://{service.router.http_address}"
+        async with httpx2.AsyncClient(base_url=url, trust_env=False) as http:
+            response = await http.get("/health")
+            assert response.status_code == 503
+            assert "no ready worker" in response.json()["reason"]
+            assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] is None
+            response = await http.post(TEXT, json=asked(3, prompt="hello"))
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            decode = FakeWorker("decode")
+            service.decodes.append(decode)
+            await service.router.set_workers([*service.endpoints, await decode.start()])
+            await service.client.wait_ready(5)
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 512
+            assert (await http.post(TEXT, json=asked(3, prompt="hello"))).status_code == 200
+
+
+async def test_a_full_queue_says_when_to_ask_again() -> None:
+    decode = FakeWorker("decode", step_s=0.02, total_blocks=8)
+    async with http_service(decode=decode, max_queued_requests=1) as service:
+        asking = [
+            asyncio.create_task(service.post(TEXT, **asked(12, prompt=LONG))) for _ in range(6)
+        ]
+        done, running = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        refused = done.pop().result()
+        assert refused.status_code == 429
+        assert float(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        for task in running:
+            task.cancel()
+        await asyncio.wait(asking)
+
+
+async def test_a_drain_lets_streams_finish_and_refuses_new_ones() -> None:
+    async with http_service(decode=FakeWorker("decode", step_s=0.02)) as service:
+        running = asyncio.create_task(service.post(TEXT, **asked(20, prompt="hello")))
+        await until(lambda: service.service.decodes[0].used_blocks > 0)
+        draining = asyncio.create_task(service.service.router.drain(10))
+        await asyncio.sleep(0)
+        response = await service.post(TEXT, **asked(3, prompt="hello"))
+        assert response.status_code == 503
+        assert "shutting down" in response.json()["error"]["message"]
+        assert (await service.http.get("/health")).status_code == 503
+        assert (await running).status_code == 200
+        await draining
+
+
+async def test_a_stop_is_bounded_and_closes_the_port() -> None:
+    async with Service([FakeWorker("prefill")], [FakeWorker("decode", **SLOW)], http_port=0) as s:
+        host, port = s.router.http_address.split(":")
+        url = f"http://{s.router.http_address}"
+        idle = await asyncio.open_connection(host, int(port))
+        async with httpx2.AsyncClient(base_url=url, trust_env=False) as http:
+            running = asyncio.create_task(http.post(TEXT, json=asked(400, prompt="hello")))
+            await until(lambda: s.decodes[0].used_blocks > 0)
+            began_s = time.monotonic()
+            await s.router.stop()
+            assert time.monotonic() - began_s < 10
+            response = await running
+        assert response.status_code == 503
+        assert "cut short" in response.json()["error"]["message"]
+        idle[1].close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, int(port))
+
+
+async def test_a_taken_port_fails_the_start_and_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        router = fake_router(RouterOptions(port=0, http_port=port), FakeControl())
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} for HTTP: the port"):
+            await router.start()
+    # The other way round: HTTP has its port when gRPC's turns out to be taken.
+    async with Service([], []) as other:
+        grpc_port = int(other.address.rpartition(":")[2])
+        router = fake_router(RouterOptions(port=grpc_port, http_port=port), FakeControl())
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{grpc_port}"):
+            await router.start()
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    async with http_service() as service:
+        port = int(service.service.router.http_address.rpartition(":")[2])
+        with pytest.raises(OSError, match="the port is taken by another process"):
+            HttpServer(service.service.router, "127.0.0.1", port)
+
+
+async def test_connections_that_never_ask_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.1)
+    async with http_service(decode=FakeWorker("decode", step_s=0.05)) as service:
+        host, port = service.service.router.http_address.split(":")
+        silent = await asyncio.open_connection(host, int(port))
+        slow = await asyncio.open_connection(host, int(port))
+        slow[1].write(b"POST /v1/completions HTTP/1.1\r\nhost:")
+        answer = await service.post(TEXT, **asked(20, prompt="hello"))  # a second: it is left alone
+        assert answer.status_code == 200
+        async with asyncio.timeout(5):
+            for reader, writer in (silent, slow):
+                with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+                writer.close()
+        # Between its requests a client may be silent for longer.
+        assert (await service.post(TEXT, **asked(2, prompt="hello"))).status_code == 200
+
+
+async def test_only_health_is_open_to_who_shows_nothing() -> None:
+    def authorize(header: str | None) -> None:
+        if header != "Bearer right":
+            raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
+
+    async with http_service() as service:
+        server = HttpServer(service.service.router, "127.0.0.1", 0, authorize=authorize)
+        await server.start()
+        try:
+            url = f"http://{server.address}"
+            async with httpx2.AsyncClient(base_url=url, trust_env=False) as http:
+                routes = (await http.get("/openapi.json", headers=bearer("right"))).json()["paths"]
+                assert {TEXT, CHAT, "/health", "/v1/models"} <= routes.keys()
+                open_routes = set()
+                for path, methods in [*routes.items(), ("/openapi.json", {"get": {}}), ("/x", {})]:
+                    for method in methods or {"get": {}}:
+                        for headers in ({}, bearer("wrong"), {"authorization": "right"}):
+                            response = await http.request(method, path, headers=headers)
+                            if response.status_code == 401:
+                                assert response.headers["www-authenticate"] == "Bearer"
+                                error = response.json()["error"]
+                                assert error["type"] == "authentication_error"
+                            else:
+                                open_routes.add(path)
+                assert open_routes == {"/health"}
+                response = await http.post(
+                    TEXT, json=asked(2, prompt="hello"), headers=bearer("right")
+                )
+                assert response.status_code == 200
+        finally:
+            await server.stop()
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
