@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
 import grpc
 
@@ -33,6 +35,17 @@ class ClientTls:
             raise ValueError("a client's TLS certificate and its key go together")
         ca, key, cert = map(_read, (self.ca_file, self.key_file, self.cert_file))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For HTTP; ValueError as `credentials`."""
+        self.credentials()
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file is not None:
+            try:
+                context.load_cert_chain(self.cert_file, self.key_file)
+            except ssl.SSLError as error:
+                raise ValueError(f"TLS certificate {self.cert_file!r}: {error}") from error
+        return context
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,12 @@ class ClientAccess:
                     "TLS (--tls-ca, LEGATO_CLIENT_TLS_CA), or allow it with --allow-plain-token or "
                     "LEGATO_CLIENT_ALLOW_PLAIN_TOKEN=1"
                 )
+
+    def check_urls(self, urls: Sequence[str]) -> None:
+        """As `check`, of http:// and https://."""
+        parts = [urlsplit(url) for url in urls]
+        plain = [f"[{part.hostname}]:{part.port or 80}" for part in parts if part.scheme == "http"]
+        replace(self, tls=None).check(plain)
 
     def channel(self, target: str, options: Options) -> grpc.Channel:
         """To a router; the files as they are now. ValueError as `check` and `ClientTls` have it."""

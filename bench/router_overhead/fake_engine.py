@@ -53,33 +53,35 @@ class FakeEngine(
         self._times = times
         self._epochs = itertools.count(1)
 
-    async def Prefill(  # noqa: N802  # named by the proto
+    async def Prefill(  # type: ignore[override]  # noqa: N802  # as the workers' own, no generator; named by the proto
         self,
         request_iterator: AsyncIterator[worker_pb2.PrefillCommand],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+    ) -> None:
         """The first token at once, and a hand-off of nothing."""
         await anext(request_iterator)
         first = worker_pb2.FirstToken(prefill_forwards=1)
         first.answers.add(token=worker_pb2.SampledToken(token_id=TOKEN_IDS[0], index=0))
-        yield worker_pb2.PrefillEvent(first_token=first)
-        yield worker_pb2.PrefillEvent(handoff_done=worker_pb2.HandoffDone())
+        await context.write(worker_pb2.PrefillEvent(first_token=first))
+        await context.write(worker_pb2.PrefillEvent(handoff_done=worker_pb2.HandoffDone()))
 
-    async def Decode(  # noqa: N802  # named by the proto
+    async def Decode(  # type: ignore[override]  # noqa: N802  # as the workers' own, no generator; named by the proto
         self,
         request_iterator: AsyncIterator[worker_pb2.DecodeCommand],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+    ) -> None:
         """A ticket, then tokens 1, 2, … up to max_tokens."""
         reserve = (await anext(request_iterator)).reserve
         name = StreamName.parse(reserve.key.request_id)
-        yield worker_pb2.DecodeEvent(
-            ticket=worker_pb2.KvTicket(
-                key=reserve.key, epoch=next(self._epochs), worker_id=self.worker_id, blocks=1
+        await context.write(
+            worker_pb2.DecodeEvent(
+                ticket=worker_pb2.KvTicket(
+                    key=reserve.key, epoch=next(self._epochs), worker_id=self.worker_id, blocks=1
+                )
             )
         )
         await anext(request_iterator)
-        yield worker_pb2.DecodeEvent(joined=worker_pb2.Joined())
+        await context.write(worker_pb2.DecodeEvent(joined=worker_pb2.Joined()))
         assert self._times is not None, "the decode worker has it"
         sent_s = self._times.seconds[name.number]
         num_tokens = reserve.sampling.max_tokens
@@ -100,7 +102,7 @@ class FakeEngine(
             if name.period_us:
                 await _until_turn(name)
             sent_s[index] = time.monotonic()
-            yield event
+            await context.write(event)
 
     async def GetIdentity(  # noqa: N802  # named by the proto
         self,
@@ -125,16 +127,18 @@ class FakeEngine(
             protocol_version=PROTOCOL_VERSION,
         )
 
-    async def WatchLoad(  # noqa: N802  # named by the proto
+    async def WatchLoad(  # type: ignore[override]  # noqa: N802  # as the workers' own, no generator; named by the proto
         self,
         request: worker_pb2.WatchLoadRequest,
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[worker_pb2.WorkerReport]:
+    ) -> None:
         """Always free."""
         while True:
-            yield worker_pb2.WorkerReport(
-                phase=common_pb2.WORKER_PHASE_READY,
-                load=common_pb2.WorkerLoad(total_blocks=TOTAL_BLOCKS, free_blocks=TOTAL_BLOCKS),
+            await context.write(
+                worker_pb2.WorkerReport(
+                    phase=common_pb2.WORKER_PHASE_READY,
+                    load=common_pb2.WorkerLoad(total_blocks=TOTAL_BLOCKS, free_blocks=TOTAL_BLOCKS),
+                )
             )
             await asyncio.sleep(REPORT_S)
 

@@ -74,9 +74,9 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # by parameter: annotation, default
 
 
 def secured(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same command; where it has an --address, with the options of `_OPTIONS` too."""
+    """The same command; where it has an --address or --url, with the options of `_OPTIONS` too."""
     signature = inspect.signature(command, eval_str=True)
-    if "address" not in signature.parameters:
+    if not signature.parameters.keys() & {"address", "url"}:
         return command
 
     @functools.wraps(command)

@@ -60,7 +60,8 @@ def stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
         progress.stage(line)
     progress.stage(f"ready at {address}")
     if http := owner.http_addresses:
-        urls = ", ".join(f"http://{dial_address(at)}/v1" for at in http)
+        scheme = "http" if owner.access.tls is None else "https"
+        urls = ", ".join(f"{scheme}://{dial_address(at)}/v1" for at in http)
         progress.stage(f"OpenAI-compatible HTTP at {urls}")
     at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
     progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
