@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 MAX_GUIDE_BYTES = 1 << 16
 MAX_CHOICES = 1024
 MAX_SCHEMA_DEPTH = 64
+# llguidance's own limits do not bound how long it takes to compile a row of many parts that may
+# each be absent: seconds and a gigabyte for 10,000 of them. These are such parts, or may be.
+MAX_REPETITIONS = 256
+_REPETITION = re.compile(r'[*+?]|\{\s*\d|\(\||\|\||\|\)|"multipleOf"')
+_LARK_REPETITION = re.compile(rf"{_REPETITION.pattern}|[\[~]")
 # Models are known to write white space without end where a schema lets them.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 _FIELD = "sampling.guide"
@@ -57,7 +63,15 @@ class Guide:
                 if not text:
                     raise ValueError(f"{_FIELD}.{kind} is empty, limit at least 1 character")
                 if kind == "json_schema":
-                    _check_schema(text)
+                    count = _checked_schema(text)
+                else:
+                    costly = _LARK_REPETITION if kind == "grammar" else _REPETITION
+                    count = len(costly.findall(text))
+                if count > MAX_REPETITIONS:
+                    raise ValueError(
+                        f"{_FIELD}.{kind} has {count} repetitions, options and multiples, limit "
+                        f"{MAX_REPETITIONS}"
+                    )
                 return cls(kind, (text,))
 
     @property
@@ -99,7 +113,8 @@ def _checked_choice(texts: Any) -> tuple[str, ...]:  # noqa: ANN401  # a repeate
     return tuple(dict.fromkeys(texts))
 
 
-def _check_schema(text: str) -> None:
+def _checked_schema(text: str) -> int:
+    """How many repetitions are in its patterns, multiples included."""
     # Before it is parsed: parsers go as deep as the text does.
     if (depth := _depth(text)) > MAX_SCHEMA_DEPTH:
         raise ValueError(
@@ -107,10 +122,25 @@ def _check_schema(text: str) -> None:
         )
     try:
         schema = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{_FIELD}.json_schema is {shown(text)}, no JSON: {error}") from None
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, dict):
         raise ValueError(f"{_FIELD}.json_schema is {shown(text)}, limit a JSON object")
+    return _num_repetitions(schema)
+
+
+def _num_repetitions(value: object) -> int:
+    """At most MAX_SCHEMA_DEPTH deep."""
+    if isinstance(value, list):
+        return sum(map(_num_repetitions, value))
+    if not isinstance(value, dict):
+        return 0
+    patterns = [value.get("pattern")]
+    if isinstance(named := value.get("patternProperties"), dict):
+        patterns += named
+    count = 2 if "multipleOf" in value else 0
+    count += sum(len(_REPETITION.findall(p)) for p in patterns if isinstance(p, str))
+    return count + sum(map(_num_repetitions, value.values()))
 
 
 def _depth(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,9 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 MAX_CHECKED = 64  # of those used last
+# Where compiling takes longer in spite of all limits, who asked is told so by then.
+COMPILE_TIMEOUT_S = 2.0
+_NUM_THREADS = 2
 
 
 class GuideBook:
@@ -46,6 +50,7 @@ class GuideBook:
         self._vocabulary: GuideVocabulary | None = None
         self._grammars: OrderedDict[Guide, str] = OrderedDict()  # those that were found to be well
         self._lock = threading.Lock()
+        self._compiling = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="guides")
 
     def open(
         self,
@@ -76,7 +81,15 @@ class GuideBook:
                 "token in sampling.stop_token_ids: nothing could end the answer"
             )
         if grammar is None:
-            grammar = _checked(guide, vocabulary)
+            compiling = self._compiling.submit(_checked, guide, vocabulary)
+            try:
+                grammar = compiling.result(COMPILE_TIMEOUT_S)
+            except TimeoutError:
+                compiling.cancel()
+                raise ValueError(
+                    f"{guide.field} takes longer to compile than the limit of "
+                    f"{COMPILE_TIMEOUT_S:g} s"
+                ) from None
         with self._lock:
             self._grammars[guide] = grammar
             self._grammars.move_to_end(guide)

@@ -12,6 +12,7 @@ import typer
 
 from legato.cluster.cli.answer import Answer, InTurn, read_answers
 from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect_client
+from legato.cluster.cli.guide_option import make_guide
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -59,6 +60,20 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
     ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="The answer is JSON of this schema: a file, or the schema itself.",
+            metavar="FILE|TEXT",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="The whole answer matches this regular expression.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="The answer is one of these; to be given for each."),
+    ] = None,
     n: Annotated[
         int,
         typer.Option("--n", min=1, max=128, help="So many answers, each with a seed of its own."),
@@ -87,13 +102,25 @@ def generate(
         cat letter.txt | legato generate - --system "Summarise in one sentence."
 
         legato generate "A name for a cat" --n 3 --max-tokens 16
+
+        legato generate "Is the sky blue?" --choice yes --choice no
+
+        legato generate "Describe Paris." --json-schema city.json
     """
     from legato.protos import common_pb2
 
     text = _read_stdin() if prompt == "-" else prompt
     for name, words in (("the prompt", [text]), ("--system", [system]), ("--stop", stop or [])):
         for word in words:
+<<<<<<< HEAD
             check_utf8(name, word or "")
+=======
+            _check_utf8(name, word or "")
+    for name, words in (("--regex", [regex]), ("--choice", choice or [])):
+        for word in words:
+            _check_utf8(name, word or "")
+    guide = make_guide(json_schema=json_schema, regex=regex, choice=choice or [])
+>>>>>>> i7-guided
     with connect_client(choose_address(address, port)) as client:
         if chat is None:
             chat = client.model().has_chat_template
@@ -105,6 +132,7 @@ def generate(
             min_p=min_p,
             seed=seed,
             stop=stop or [],
+            guide=guide,
         )
         request = make_request(text, sampling, chat=chat, system=system)
         request.n = n

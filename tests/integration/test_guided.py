@@ -165,7 +165,9 @@ async def test_what_is_wrong_is_said_at_the_door(service: LocalService) -> None:
         ({"json_schema": "3"}, "json_schema is '3', limit a JSON object"),
         ({"json_schema": '{"items":' * 65 + "{}" + "}" * 65}, "nested 65 deep or deeper, limit 64"),
         ({"json_schema": '{"type": "strong"}'}, "sampling.guide.json_schema: "),
-        ({"json_schema": "false"}, "sampling.guide.json_schema: Unsatisfiable"),
+        ({"json_schema": "false"}, "json_schema is 'false', limit a JSON object"),
+        ({"json_schema": '{"not": {}}'}, "sampling.guide.json_schema: "),
+        ({"regex": ".*" * 257}, "regex has 257 repetitions, options and multiples, limit 256"),
         ({"json_schema": '{"type":"string","minLength":3,"maxLength":2}'}, "Unsatisfiable schema"),
         ({"json_schema": '{"$ref": "http://example.com/x"}'}, "json_schema: .*does not fetch"),
         ({"grammar": "start: other"}, "sampling.guide.grammar: "),
@@ -256,7 +258,9 @@ async def test_every_cut_of_a_stream(service: LocalService, case: Case) -> None:
         RawClient(address) as other,
     ):
         for number in range(len(WAYS)):
-            await check_every_cut(first, other, guided(case, number, max_tokens=30))
+            message = guided(case, number, max_tokens=30)
+            message.request_id = f"{case.name} {number}"
+            await check_every_cut(first, other, message, step=3)
 
 
 async def test_what_no_answer_can_have_had_cannot_be_resumed(service: LocalService) -> None:
@@ -295,7 +299,7 @@ async def test_a_decode_worker_goes_in_the_middle(folder: Path, number: signal.S
         decode.process.signal(number)
         await reading
         moved = sum(answer.done.timings.attempts > 1 for answer in answers)
-        carried = sum(answer.done.timings.moved_with_kv for answer in answers)
+        carried = sum(answer.done.timings.moves for answer in answers)
         assert carried if number == signal.SIGTERM else moved
         for answer, right in zip(answers, alone, strict=True):
             assert answer.token_ids == right.token_ids

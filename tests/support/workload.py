@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 VOCABULARY = 256  # of plain bytes: see tiny_models
 STOPS = ("q", "Z", "%", "th", "e ", "a1", "(x", "=>")
-KINDS = ("greedy", "seeded", "penalties", "logprobs", "several", "stops")
+KINDS = ("greedy", "seeded", "penalties", "logprobs", "several", "stops", "guided")
+# Text that goes on to the end of the longest answer: where it stands shows in every token.
+GUIDE = common_pb2.Guide(regex=r"([a-z]{2,7}(, |-[0-9]{1,3}\. )){9,}\n")
 
 
 def _sampling(kind: str, dice: random.Random, max_tokens: int) -> common_pb2.SamplingParams:
@@ -44,6 +46,9 @@ def _sampling(kind: str, dice: random.Random, max_tokens: int) -> common_pb2.Sam
             sampling.logprobs = 2
         case "stops":
             sampling.stop.extend(STOPS)
+            sampling.min_tokens = max_tokens // 2
+        case "guided":
+            sampling.guide.CopyFrom(GUIDE)
             sampling.min_tokens = max_tokens // 2
     return sampling
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -430,3 +432,69 @@ def test_a_broken_row_is_reported_though_a_ban_hides_it() -> None:
         whole, broken = sampler.sample(Logits(values, best), rows)
         assert whole is not None
         assert broken is None
+
+
+# --- guides --------------------------------------------------------------------------------------
+
+
+def masked(row: SamplingRow, *allowed: int) -> SamplingRow:
+    bits = np.zeros((VOCAB_SIZE // 32 + 1) * 32, np.bool_)
+    bits[list(allowed)] = True
+    return replace(row, allowed=np.packbits(bits, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_only_allowed_tokens_are_chosen(temperature: float) -> None:
+    logits = torch.randn(VOCAB_SIZE)
+    seen = {
+        one(logits, masked(at_index(i, temperature=temperature), 3, 70, 319)).token_id
+        for i in range(60)
+    }
+    best = max((3, 70, 319), key=lambda i: float(logits[i]))
+    assert seen == {best} if temperature == 0.0 else seen <= {3, 70, 319}
+    assert temperature < 50.0 or seen == {3, 70, 319}
+
+
+def test_neighbours_without_a_mask_keep_their_tokens_and_all_their_logprobs() -> None:
+    logits = torch.randn(3, VOCAB_SIZE)
+    rows = [make_row(logprobs=4), make_row(seed=7, logprobs=2), make_row(temperature=0.0)]
+    alone = [one(logits[i], row) for i, row in enumerate(rows)]
+    guided = [masked(rows[0], 5, 6), *rows[1:]]
+    before = logits.clone()
+    together = sample(logits, guided)
+    assert torch.equal(logits, before)
+    assert together[1:] == alone[1:]
+    # Of the raw logits, also of the masked row.
+    raw = logits[0].log_softmax(0)
+    assert together[0].token_id in (5, 6)
+    assert together[0].logprob == pytest.approx(float(raw[together[0].token_id]))
+    assert together[0].top == alone[0].top
+
+
+def test_bias_and_penalties_act_among_what_is_allowed() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[5] = 1.0
+    row = make_row(temperature=0.0, logit_bias={9: 100.0, 6: 2.0})
+    assert one(logits, row).token_id == 9
+    assert one(logits, masked(row, 5, 6)).token_id == 6
+    penalised = make_row(temperature=0.0, output=(5,), presence_penalty=2.0)
+    assert one(logits, masked(penalised, 5, 8)).token_id == 8
+
+
+def test_a_ban_that_leaves_a_guide_nothing_is_lifted() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[100] = 9.0
+    row = make_row(temperature=0.0, banned=frozenset({7, 8}))
+    assert one(logits, masked(row, 7, 9)).token_id == 9
+    assert one(logits, masked(row, 7)).token_id == 7
+    assert one(logits, masked(row, 8)).token_id == 8
+
+
+def test_a_mask_hides_no_broken_row() -> None:
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[0, 4] = torch.nan
+    rows = [masked(make_row(), 5), masked(make_row(), 5)]
+    first, second = launch_sample(Logits(logits), rows).collect()
+    assert first is None
+    assert second is not None
+    assert second.token_id == 5
