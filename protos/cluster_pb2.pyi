@@ -444,6 +444,8 @@ Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):
+    """Which worker is to take nothing new, and to go when what it has is done or moved."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -464,6 +466,8 @@ Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
 
 @_typing.final
 class DrainWorkerResponse(_message.Message):
+    """It has begun to drain."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int

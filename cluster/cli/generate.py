@@ -112,15 +112,11 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     for name, words in (("the prompt", [text]), ("--system", [system]), ("--stop", stop or [])):
         for word in words:
-<<<<<<< HEAD
             check_utf8(name, word or "")
-=======
-            _check_utf8(name, word or "")
     for name, words in (("--regex", [regex]), ("--choice", choice or [])):
         for word in words:
-            _check_utf8(name, word or "")
+            check_utf8(name, word or "")
     guide = make_guide(json_schema=json_schema, regex=regex, choice=choice or [])
->>>>>>> i7-guided
     with connect_client(choose_address(address, port)) as client:
         if chat is None:
             chat = client.model().has_chat_template
