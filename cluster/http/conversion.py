@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from legato.cluster.client_requests import PRIORITIES
@@ -11,7 +12,7 @@ from legato.protos import common_pb2, generation_pb2
 if TYPE_CHECKING:
     from legato.cluster.http.chat_fields import ChatFields
     from legato.cluster.http.completion_fields import CompletionFields
-    from legato.cluster.http.shared_fields import SharedFields
+    from legato.cluster.http.shared_fields import ResponseFormat, SharedFields
 
 # Those that are called the same in SamplingParams.
 _SCALARS = (
@@ -87,9 +88,25 @@ def _request(fields: SharedFields) -> generation_pb2.GenerateRequest:
         cache_salt=fields.cache_salt or "",
         parse_special_tokens=bool(fields.parse_special_tokens),
     )
+    if fields.response_format is not None:
+        _set_guide(sampling=request.sampling, asked=fields.response_format)
     if fields.priority is not None:
         request.priority = PRIORITIES[fields.priority]
     return request
+
+
+def _set_guide(sampling: common_pb2.SamplingParams, asked: ResponseFormat) -> None:
+    of_schema = asked.type == "json_schema"
+    if of_schema != (asked.json_schema is not None):
+        state = "set" if asked.json_schema is not None else "not set"
+        raise invalid(
+            f"response_format.json_schema is {state}, limit: where the type is json_schema, and "
+            f"nowhere else; type is {asked.type!r}"
+        )
+    if asked.json_schema is not None:
+        sampling.guide.json_schema = json.dumps(asked.json_schema.json_schema)
+    elif asked.type == "json_object":
+        sampling.guide.json_object = True
 
 
 def _max_tokens(fields: SharedFields) -> int | None:

@@ -122,10 +122,21 @@ class StreamOptions(RequestModel):
     include_obfuscation: Any = Field(None, description="Ignored.")
 
 
+class JsonSchemaFormat(RequestModel):
+    """Of `response_format.type` json_schema."""
+
+    name: str | None = Field(None, description="Ignored.")
+    description: str | None = Field(None, description="Ignored.")
+    # OpenAI's name of what it is; a model's own `schema` is a method of pydantic's.
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Ignored: the schema always holds.")
+
+
 class ResponseFormat(RequestModel):
     """What an answer must look like."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class SharedFields(RequestModel):

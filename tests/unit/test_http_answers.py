@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -316,3 +317,21 @@ async def test_an_answers_own_words_may_be_sent_back() -> None:
         messages = [*MESSAGES, chat.choices[0].message.model_dump(), *MESSAGES]
         again = await service.openai.chat.completions.create(messages=messages, **asked(5))  # type: ignore[call-overload]  # dicts
         assert again.usage.prompt_tokens == 15
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_a_response_format_is_a_guide(path: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    of_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    prompt: dict[str, Any] = {"prompt": "hello"} if path == TEXT else {"messages": MESSAGES}
+    async with http_service() as service:
+        for asked_format in (of_schema, {"type": "json_object"}):
+            answer = await service.post(path, **asked(3, **prompt, response_format=asked_format))
+            assert answer.status_code == 200, answer.text
+        guides = [call.sampling.guide for call in service.service.prefills[0].prefills]
+        bad = {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}
+        refused = await service.post(path, **asked(3, **prompt, response_format=bad))
+    assert json.loads(guides[0].json_schema) == schema
+    assert guides[1].json_object
+    assert refused.status_code == 400
+    assert "json_schema" in refused.json()["error"]["message"]

@@ -43,6 +43,21 @@ USER = [{"role": "user", "content": "hello"}]
             "response_format.type",
             "response_format.type is 'x",
         ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "response_format.json_schema is not set",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+            "response_format.json_schema is set",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema is 3",
+        ),
         ({"response_format": "text"}, "response_format", "response_format is 'text'"),
         ({"priority": "urgent"}, "priority", "priority is 'urgent'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "limit requests with"),
