@@ -149,7 +149,7 @@ class FakeWorker(
         self.tokens_per_event, self.eos_at = tokens_per_event, eos_at
         self.fingerprint, self.dtype, self.num_kv_heads = "f1", "float32", 1
         self.weights, self.kv_dtype, self.kv_wire = "float32", "float32", "same"
-        self.protocol_version = 4
+        self.protocol_version = 5
         self.faults = Faults()
         self.phase: common_pb2.WorkerPhase.ValueType = common_pb2.WORKER_PHASE_READY
         self.reused_tokens = 0  # rows of a hand-off that are said to be there already

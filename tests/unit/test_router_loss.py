@@ -426,7 +426,7 @@ async def refusal_of(service: Service, odd: Mapping[str, str | int]) -> str:
         ({"kv_wire": "int8"}, "kv_wire is 'int8', expected 'same'"),
         ({"kv_wire": ""}, "kv_wire is '', expected 'same'"),
         ({"num_kv_heads": 2}, "kv_layout.num_kv_heads is 2, expected 1"),
-        ({"protocol_version": 1}, "protocol_version is 1, expected 4"),
+        ({"protocol_version": 1}, "protocol_version is 1, expected 5"),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_refused_naming_the_field(
