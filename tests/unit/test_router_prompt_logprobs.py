@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 
 import grpc
@@ -170,16 +169,14 @@ async def test_a_worker_that_leaves_some_out_breaks_the_protocol() -> None:
 
 
 async def test_a_decode_worker_never_computes_such_a_prompt_itself() -> None:
-    prefill, decode = FakeWorker("prefill", prefill_s=0.05), FakeWorker("decode")
+    """Another one it would: a token costs next to nothing there."""
+    prefill, decode = FakeWorker("prefill"), FakeWorker("decode")
+    decode.local_prefill_token_s = 1e-9
     async with Service([prefill], [decode], local_prefill_tokens=64) as service:
-        busy = asyncio.create_task(told(service, ask("busy with another prompt", 3)))
-        await told(service, request())
-        await busy
-        assert not any(
-            start.local_prefill
-            for start, reserve in zip(decode.starts, decode.reserves, strict=True)
-            if len(reserve.token_ids) == len(PROMPT)
-        )
+        await told(service, ask("first", 3))  # the remote way is measured
+        await told(service, ask(PROMPT, 3))
+        assert list((await told(service, request()))[0].prompt_logprobs) == entries()
+        assert [start.local_prefill for start in decode.starts] == [False, True, False]
 
 
 async def test_a_colocated_worker_is_told_with_the_reserve() -> None:
