@@ -43,6 +43,7 @@ class RequestSettings(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int
+    guide: common_pb2.Guide
     n: int
     priority: Literal["interactive", "batch"]
     request_id: str
@@ -102,7 +103,9 @@ def _set(request: generation_pb2.GenerateRequest, name: str, value: Any) -> None
     elif name == "stop" and isinstance(value, str):
         value = [value]
     try:
-        if isinstance(value, Mapping):
+        if isinstance(value, common_pb2.Guide):
+            getattr(message, name).CopyFrom(value)
+        elif isinstance(value, Mapping):
             getattr(message, name).update(value)
         elif isinstance(value, Sequence) and not isinstance(value, str):
             getattr(message, name).extend(value)

@@ -74,6 +74,7 @@ def test_a_request_of_every_setting() -> None:
         logit_bias={3: -1.5},
         logprobs=0,
         prompt_logprobs=0,
+        guide=common_pb2.Guide(regex="a+"),
         n=2,
         priority="batch",
         request_id="r",
@@ -104,6 +105,7 @@ def test_a_request_of_every_setting() -> None:
             logit_bias={3: -1.5},
             logprobs=0,
             prompt_logprobs=0,
+            guide=common_pb2.Guide(regex="a+"),
         ),
     )
     named = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}

@@ -329,9 +329,5 @@ async def test_a_response_format_is_a_guide(path: str) -> None:
             answer = await service.post(path, **asked(3, **prompt, response_format=asked_format))
             assert answer.status_code == 200, answer.text
         guides = [call.sampling.guide for call in service.service.prefills[0].prefills]
-        bad = {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}
-        refused = await service.post(path, **asked(3, **prompt, response_format=bad))
     assert json.loads(guides[0].json_schema) == schema
     assert guides[1].json_object
-    assert refused.status_code == 400
-    assert "json_schema" in refused.json()["error"]["message"]
