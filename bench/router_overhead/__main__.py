@@ -100,8 +100,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         kinds: dict[str, LoadKind] = {"direct": "decode", "http": "http"}
         loads = {}
         for way in WAYS:
-            kind = kinds.get(way, "generate")
-            loads[way] = LoadRun(addresses[way], args.streams, args.tokens, kind)
+            load_kind = kinds.get(way, "generate")
+            loads[way] = LoadRun(addresses[way], args.streams, args.tokens, load_kind)
             stack.push_async_callback(loads[way].close)
         run = 0
         for number in range(-1, args.rounds):  # the first one warms up and is not counted

@@ -23,26 +23,26 @@ class ErrorKind:
 
     status: int
     type: str
-    code: str
+    code: str = ""  # empty: the name of the error's reason
 
 
 _CODE = grpc.StatusCode
 _INVALID = "invalid_request_error"
 _KINDS = {
-    _CODE.INVALID_ARGUMENT: ErrorKind(400, _INVALID, "invalid_value"),
-    _CODE.OUT_OF_RANGE: ErrorKind(400, _INVALID, "invalid_value"),
-    _CODE.FAILED_PRECONDITION: ErrorKind(400, _INVALID, "failed_precondition"),
-    _CODE.UNIMPLEMENTED: ErrorKind(400, _INVALID, "unsupported_value"),
+    _CODE.INVALID_ARGUMENT: ErrorKind(400, _INVALID),
+    _CODE.OUT_OF_RANGE: ErrorKind(400, _INVALID),
+    _CODE.FAILED_PRECONDITION: ErrorKind(400, _INVALID),
+    _CODE.UNIMPLEMENTED: ErrorKind(400, _INVALID),
     _CODE.UNAUTHENTICATED: ErrorKind(401, "authentication_error", "invalid_api_key"),
-    _CODE.PERMISSION_DENIED: ErrorKind(403, "permission_error", "permission_denied"),
-    _CODE.NOT_FOUND: ErrorKind(404, _INVALID, "not_found"),
-    _CODE.ALREADY_EXISTS: ErrorKind(409, _INVALID, "already_exists"),
-    _CODE.ABORTED: ErrorKind(409, _INVALID, "aborted"),
-    _CODE.RESOURCE_EXHAUSTED: ErrorKind(429, "rate_limit_error", "overloaded"),
-    _CODE.UNAVAILABLE: ErrorKind(503, "service_unavailable_error", "unavailable"),
-    _CODE.DEADLINE_EXCEEDED: ErrorKind(504, "timeout_error", "deadline_exceeded"),
+    _CODE.PERMISSION_DENIED: ErrorKind(403, "permission_error"),
+    _CODE.NOT_FOUND: ErrorKind(404, _INVALID),
+    _CODE.ALREADY_EXISTS: ErrorKind(409, _INVALID),
+    _CODE.ABORTED: ErrorKind(409, _INVALID),
+    _CODE.RESOURCE_EXHAUSTED: ErrorKind(429, "rate_limit_error"),
+    _CODE.UNAVAILABLE: ErrorKind(503, "service_unavailable_error"),
+    _CODE.DEADLINE_EXCEEDED: ErrorKind(504, "timeout_error"),
 }
-INTERNAL = ErrorKind(500, "server_error", "internal_error")
+INTERNAL = ErrorKind(500, "server_error")
 # What gRPC has no code for.
 MODEL_NOT_FOUND = ErrorKind(404, _INVALID, "model_not_found")
 NO_SUCH_ROUTE = ErrorKind(404, _INVALID, "unknown_url")
@@ -71,7 +71,7 @@ def error_object(error: RequestError) -> dict[str, dict[str, str | None]]:
             "message": message,
             "type": kind.type,
             "param": param or None,
-            "code": kind.code,
+            "code": kind.code or error.reason.name.lower(),
         }
     }
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import re2
 from pydantic_core import from_json
 
 from legato.cluster.errors import RequestError, invalid, shown
@@ -15,7 +16,18 @@ from legato.cluster.http.error_response import BODY_TOO_LARGE, WRONG_MEDIA_TYPE,
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+
+def _bytes_options() -> re2.Options:
+    options = re2.Options()
+    options.encoding = re2.Options.Encoding.LATIN1
+    options.dot_nl = True
+    return options
+
+
 READ_TIMEOUT_S = 30.0  # for a body that comes in drops
+# Lists and objects: each costs memory, and the collector's time, long before it is looked at.
+MAX_CONTAINERS = 20_000
+_STRING = re2.compile(rb'"(?:[^"\\]|\\.)*"', _bytes_options())
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -45,6 +57,7 @@ async def read_object(request: Request) -> dict[str, Any]:
             grpc.StatusCode.DEADLINE_EXCEEDED,
             f"the request's body did not come within {READ_TIMEOUT_S:g} s",
         ) from None
+    _check_containers(body)
     try:
         # jiter: it ends at 200 levels, and takes neither NaN nor half a surrogate pair.
         value = from_json(bytes(body), allow_inf_nan=False)
@@ -53,6 +66,15 @@ async def read_object(request: Request) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid(f"the request's body is {shown(value)}, limit a JSON object")
     return value
+
+
+def _check_containers(body: bytearray) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    bare = _STRING.sub(b"", bytes(body))  # texts may have as many brackets as they like
+    count = bare.count(b"[") + bare.count(b"{")
+    if count > MAX_CONTAINERS:
+        raise invalid(f"the request's body has {count} lists and objects, limit {MAX_CONTAINERS}")
 
 
 def _check_size(num_bytes: int) -> None:

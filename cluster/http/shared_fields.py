@@ -122,6 +122,12 @@ class StreamOptions(RequestModel):
     include_obfuscation: Any = Field(None, description="Ignored.")
 
 
+class ResponseFormat(RequestModel):
+    """What an answer must look like."""
+
+    type: Literal["text"]
+
+
 class SharedFields(RequestModel):
     """Null is as good as left out."""
 
@@ -148,6 +154,7 @@ class SharedFields(RequestModel):
     logit_bias: LogitBias | None = None
     priority: Literal["interactive", "batch"] | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
     parse_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(None, description="`token_ids` in every choice.")
     # What OpenAI's clients send for OpenAI's own books.

@@ -193,6 +193,7 @@ async def test_the_settings_reach_the_workers() -> None:
             metadata={"any": ["thing"]},
             store=True,
             suffix=None,
+            response_format={"type": "text"},
             tools=None,
         )
         assert (await service.post(TEXT, **fields)).status_code == 200

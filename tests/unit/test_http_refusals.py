@@ -38,6 +38,12 @@ USER = [{"role": "user", "content": "hello"}]
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has the key 'a'"),
         ({"logit_bias": {"1": "a"}}, "logit_bias[1]", "logit_bias[1] is 'a', limit [-100, 100]"),
         ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "response_format.type is 'x",
+        ),
+        ({"response_format": "text"}, "response_format", "response_format is 'text'"),
         ({"priority": "urgent"}, "priority", "priority is 'urgent'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "limit requests with"),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x", "is no field"),
@@ -104,7 +110,7 @@ async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
     async with http_service() as service:
         # The fake text side checks one thing: see fake_parse.
         status, error = await service.refused(TEXT, **asked(5000, prompt="hello"))
-        assert (status, error["code"]) == (400, "invalid_value")
+        assert (status, error["code"]) == (400, "invalid_field")
     named = {
         "sampling.top_k is -1, limit [0, 9] (0 is off)": ("top_k is -1, limit", "top_k"),
         "text is empty, limit at least 1 token": ("prompt is empty", "prompt"),
@@ -210,6 +216,7 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
     stops = json.dumps(asked(1, prompt="a", stop=["s"] * 100_000)).encode()
     mixed = json.dumps(asked(1, prompt=[1] * 1_000_000 + ["a"])).encode()
     biases = json.dumps(asked(1, prompt="a", logit_bias=dict.fromkeys(range(100_000), 1))).encode()
+    quotes = b'{"prompt":"' + b'\\"[' * 1_000_000
     nested = b'{"prompt":[' + b"[]," * 1_300_000 + b"[]]}"
     async with http_service() as service:
 
@@ -224,7 +231,8 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
             (stops, 400, "100000 entries"),
             (mixed, 400, "prompt[1000000]"),
             (biases, 400, "100000 entries"),
-            (nested, 400, "prompts, limit 256"),
+            (nested, 400, "lists and objects, limit 20000"),
+            (quotes, 400, "lists and objects, limit 20000"),
             (b"x" * (MAX_REQUEST_BYTES + 1), 413, f"limit {MAX_REQUEST_BYTES}"),
             (endless(), 413, f"limit {MAX_REQUEST_BYTES}"),
         ):
@@ -236,6 +244,16 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
             assert took_s < 5, word  # the goal is one second, of a machine that has nothing else
         assert process.memory_info().rss - before < 256 << 20
         assert (await service.post(TEXT, **asked(2, prompt="hello"))).status_code == 200
+
+
+async def test_texts_may_have_as_many_brackets_as_they_like() -> None:
+    text = 'a["b\\"] = {c: [d]}' * 20
+    messages = [{"role": "user", "content": text * 40}] * 60
+    assert json.dumps(messages).count("[") > 20_000
+    async with http_service() as service:
+        response = await service.post(CHAT, **asked(2, messages=messages))
+    assert response.status_code == 400  # of the fake router: longer than its workers hold
+    assert "more than the largest decode worker holds" in response.json()["error"]["message"]
 
 
 async def test_a_length_that_is_too_large_is_refused_before_the_body_comes() -> None:
