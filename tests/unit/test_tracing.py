@@ -24,8 +24,10 @@ from router_service import (
     fake_parse,
     until,
 )
+from typer.testing import CliRunner
 from worker_pair import Worker, running_worker, sampling
 
+from legato.cluster.cli.main import app
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
@@ -265,3 +267,24 @@ def test_an_endpoint_is_read() -> None:
     for wrong in ("collector", "ftp://collector:1", "http://collector:1/v1/traces", "x:y", ""):
         with pytest.raises(ValueError, match="host:port"):
             read_endpoint(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--otlp-endpoint", "collector"], "host:port"),
+        (["--otlp-endpoint", "collector:4317", "--trace-share", "1.5"], "--trace-share"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_traced(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--model", "demo", *words])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_the_command_names_the_missing_extra_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    words = ["serve", "--model", "demo", "--otlp-endpoint", "collector:4317"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "legato[otlp]" in result.output.replace("\n", "")
