@@ -28,6 +28,7 @@ from legato.cluster.cli.serve_settings import (
 from legato.cluster.cli.setting_error import SettingError
 from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.resource_demand import parse_demand
+from legato.cluster.router_ports import default_http_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,8 @@ def refusal(options: dict[str, str], path: Path | None = None) -> str:
 
 def test_defaults_are_those_of_the_configs() -> None:
     loaded = load({"model": "m"}, None)
-    assert loaded.config == ServiceConfig(model="m", engine=EngineOptions(), router=RouterOptions())
+    router = RouterOptions(http_port=default_http_port(RouterOptions.port))
+    assert loaded.config == ServiceConfig(model="m", engine=EngineOptions(), router=router)
     assert loaded.places == {"model": "--model"}
 
 
