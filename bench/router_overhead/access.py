@@ -5,7 +5,8 @@
 Routers that differ in nothing else, before fake engines, are asked in turn: `token`: clients show
 one; `secret`: the engine asks the router for one; `tls`: clients and router; `all`: these three,
 and TLS between router and engine. `unary`: a call after the other; `calls`: short streams, many at
-once; `tokens`: long ones. Figures are ratios to `plain`, within a round.
+once; `tokens`: long ones. Figures are ratios of the rates to those of `plain`, within a round, and
+the router's own CPU time for each call or token, which other work on the machine leaves alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from legato.bench.ready_process import ready_process
 from legato.bench.router_overhead.load import LoadRun, Pace
 from legato.cluster.client_access import ClientAccess, ClientTls
@@ -32,7 +35,7 @@ from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.weights.source import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
 HERE = "legato.bench.router_overhead"
 TOKEN, SECRET = "token-of-the-benchmark", "secret-of-the-benchmark"
@@ -62,7 +65,10 @@ KINDS = ("unary", "calls", "tokens")
 class Target:
     """One router, asked in three ways."""
 
-    def __init__(self, address: str, access: ClientAccess, args: argparse.Namespace) -> None:
+    def __init__(
+        self, address: str, pid: int, access: ClientAccess, args: argparse.Namespace
+    ) -> None:
+        self._router = psutil.Process(pid)
         self._args = args
         self._channel = access.aio_channel(address, CHANNEL_OPTIONS)
         self._long = LoadRun(address, args.streams, args.tokens, access=access)
@@ -75,23 +81,34 @@ class Target:
         await self._short.close()
 
     async def rates(self, run: int) -> dict[str, float]:
-        """Each a second."""
+        """Each a second; and `cpu_us`, of the router, for each."""
         args, full = self._args, Pace(0.0)
         stub: Any = generation_pb2_grpc.GenerationStub(self._channel)
-        began_s = time.monotonic()
-        for _ in range(args.calls):
-            await stub.GetModel(generation_pb2.GetModelRequest(), timeout=10)
-        unary_s, began_s = time.monotonic() - began_s, time.monotonic()
-        for number in range(args.bursts):
-            await self._short.arrivals_s(run * 1000 + number, full)
-        calls_s, began_s = time.monotonic() - began_s, time.monotonic()
-        await self._long.arrivals_s(run * 1000 + args.bursts, full)
-        tokens_s = time.monotonic() - began_s
-        return {
-            "unary": args.calls / unary_s,
-            "calls": args.bursts * args.streams / calls_s,
-            "tokens": args.streams * args.tokens / tokens_s,
-        }
+        figures: dict[str, float] = {}
+
+        async def note(kind: str, count: int, work: Coroutine[Any, Any, Any]) -> None:
+            began_s, began_cpu_s = time.monotonic(), self._cpu_s()
+            await work
+            figures[kind] = count / (time.monotonic() - began_s)
+            figures[f"{kind}_cpu_us"] = 1e6 * (self._cpu_s() - began_cpu_s) / count
+
+        async def unary() -> None:
+            for _ in range(args.calls):
+                await stub.GetModel(generation_pb2.GetModelRequest(), timeout=10)
+
+        async def calls() -> None:
+            for number in range(args.bursts):
+                await self._short.arrivals_s(run * 1000 + number, full)
+
+        await note("unary", args.calls, unary())
+        await note("calls", args.bursts * args.streams, calls())
+        long = self._long.arrivals_s(run * 1000 + args.bursts, full)
+        await note("tokens", args.streams * args.tokens, long)
+        return figures
+
+    def _cpu_s(self) -> float:
+        times = self._router.cpu_times()
+        return times.user + times.system
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +141,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
             stem = f"{certs}/client"
             tls = ClientTls(f"{certs}/ca.pem", f"{stem}.pem", f"{stem}.key") if way.tls else None
             access = ClientAccess(TOKEN if way.token else None, tls)
-            targets[name] = Target(router["address"], access, args)
+            targets[name] = Target(router["address"], router["pid"], access, args)
             stack.push_async_callback(targets[name].close)
         for number in range(-1, args.rounds):  # the first one warms up and is not counted
             for name, target in targets.items():
@@ -151,8 +168,13 @@ def _result(args: argparse.Namespace, rounds: dict[str, list[dict[str, float]]])
             )
             for kind in KINDS
         }
-        result[name] = result.get(name, {}) | {f"{k}_ratio": round(r, 3) for k, r in ratios.items()}
-        cells = [f"{kind} {ratio:.2f}" for kind, ratio in ratios.items()]
+        cpu_us = {kind: median(r[f"{kind}_cpu_us"] for r in rounds[name]) for kind in KINDS}
+        result[name] = (
+            result.get(name, {})
+            | {f"{k}_ratio": round(r, 3) for k, r in ratios.items()}
+            | {f"{k}_cpu_us": round(us) for k, us in cpu_us.items()}
+        )
+        cells = [f"{kind} {ratios[kind]:.2f} ({cpu_us[kind]:.0f} us)" for kind in KINDS]
         print(f"{name:>8}  {'  '.join(cells)}", file=sys.stderr)
     return result
 

@@ -99,7 +99,10 @@ async def _serve(args: argparse.Namespace) -> None:
             raise RuntimeError(f"the router is not ready: {router.missing()}")
         await asyncio.sleep(0.01)
     gc.freeze()
-    print(json.dumps({"address": address, "http": router.http_address}), flush=True)
+    print(
+        json.dumps({"address": address, "http": router.http_address, "pid": os.getpid()}),
+        flush=True,
+    )
     await asyncio.to_thread(sys.stdin.buffer.read)
     await router.stop()
 
