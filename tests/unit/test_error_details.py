@@ -90,6 +90,8 @@ def test_a_reason_of_another_code_is_our_own_fault() -> None:
 
 def calls(*names: str) -> Iterator[tuple[Path, ast.Call]]:
     for path in sorted((ROOT / "cluster").rglob("*.py")):
+        if "http" in path.parts:  # that endpoint's fields are OpenAI's
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
                 yield path, node
@@ -174,7 +176,12 @@ def test_every_sentence_of_a_wrong_field_names_one_of_the_protos() -> None:
         assert re.split(r"[.\[]", violation.field)[0] in FIELDS | {"sampling"}, said
         found.append(said)
     assert len(found) > 50
-    assert set(elsewhere) <= {"cluster_service.py", "safe_encoder.py", "request.py"}, elsewhere
+    assert set(elsewhere) <= {
+        "cluster_service.py",
+        "request.py",
+        "safe_encoder.py",
+        "sampling_rules.py",
+    }, elsewhere
 
 
 # --- size -------------------------------------------------------------------------------------
