@@ -265,8 +265,9 @@ async def test_only_health_is_open_to_who_shows_nothing() -> None:
                 routes = (await http.get("/openapi.json", headers=bearer("right"))).json()["paths"]
                 assert {TEXT, CHAT, "/health", "/v1/models"} <= routes.keys()
                 open_routes = set()
-                for path, methods in [*routes.items(), ("/openapi.json", {"get": {}}), ("/x", {})]:
-                    for method in methods or {"get": {}}:
+                others = {path: {"get": {}} for path in ("/", "/openapi.json", "/x")}
+                for path, methods in (routes | others).items():
+                    for method in methods:
                         for headers in ({}, bearer("wrong"), {"authorization": "right"}):
                             response = await http.request(method, path, headers=headers)
                             if response.status_code == 401:
@@ -275,7 +276,7 @@ async def test_only_health_is_open_to_who_shows_nothing() -> None:
                                 assert error["type"] == "authentication_error"
                             else:
                                 open_routes.add(path)
-                assert open_routes == {"/health"}
+                assert open_routes == {"/health", "/"}  # the page itself tells nothing
                 response = await http.post(
                     TEXT, json=asked(2, prompt="hello"), headers=bearer("right")
                 )

@@ -61,7 +61,7 @@ def test_those_of_several_routers_follow_each_other() -> None:
 def test_ports_that_cannot_be_are_refused_in_a_sentence() -> None:
     with pytest.raises(ServiceError, match=r"need the ports 65534 to 65536; .* --http-port"):
         http_ports(config(65534, num_routers=3))
-    with pytest.raises(ServiceError, match="port 50052 is asked for twice, by --port and by"):
+    with pytest.raises(ServiceError, match=r"port 50052 is asked for twice, by --port and by"):
         http_ports(config(50052, num_routers=2))
     assert http_ports(config(50053, num_routers=2)) == [50053, 50054]
 
