@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check protos-release ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check protos-release ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,6 +55,9 @@ test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full siz
 test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
 	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py
+
+fuzz: $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
+	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
 	@LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_properties.py

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from legato.cluster.client_access import choose_access
 from legato.cluster.client_attempts import CUT, Attempts
 from legato.cluster.client_calls import (
     CALL_TIMEOUT_S,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from typing import Unpack
 
+    from legato.cluster.client_access import ClientAccess
     from legato.cluster.client_attempts import Attempt
     from legato.cluster.client_events import Event, Result
     from legato.cluster.client_requests import Prompt, RequestSettings
@@ -147,17 +149,26 @@ class Client:
     it was asked again in vain.
     """
 
-    def __init__(self, address: str | Sequence[str], *, retry: RetryOptions | None = None) -> None:
-        """Connects when first asked.
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        retry: RetryOptions | None = None,
+        token: str | None = None,
+        access: ClientAccess | None = None,
+    ) -> None:
+        """Connects when first asked. `access` is by default `ClientAccess.from_environment()`;
+        `token` goes before its token.
 
         Raises:
-            ValueError: an address that is no host:port.
+            ValueError: an address that is no host:port, a TLS file that cannot be read, a token
+                that would go to another machine in plain.
         """
-        self._rotation = Rotation(parse_addresses(address))
+        targets = parse_addresses(address)
+        access = choose_access(access, token, targets)
+        self._rotation = Rotation(targets)
         self._retry = retry or RetryOptions()
-        self._channels = Channels(
-            lambda target: grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        )
+        self._channels = Channels(lambda target: access.channel(target, CHANNEL_OPTIONS))
 
     def __enter__(self) -> Self:
         return self

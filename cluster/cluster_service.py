@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONTROL_TIMEOUT_S = 2.0  # for status: an answer without the controller is better than none
 COMMAND_TIMEOUT_S = 8.0  # less than a client waits
 DEFAULT_DRAIN_S = 10.0
+MAX_WORKER_ID_CHARS = 256
 MAX_DRAIN_S = 600.0
 
 T = TypeVar("T")
@@ -92,6 +93,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ChangeRoleResponse:
         """See cluster.proto."""
         role = _read_role("role", request.role)
+        if len(request.worker_id) > MAX_WORKER_ID_CHARS:
+            raise invalid(
+                f"worker_id has {len(request.worker_id)} chars, limit {MAX_WORKER_ID_CHARS}"
+            )
         try:
             change = await _asked(self._router.control.change_role(request.worker_id, role))
         except UnknownWorkerError as error:
@@ -208,6 +213,10 @@ def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
     """
     if not request.targets:
         raise invalid("targets is empty: name at least one pool and its size")
+    if len(request.targets) > len(WIRE_ROLES):
+        raise invalid(
+            f"targets has {len(request.targets)} entries, limit {len(WIRE_ROLES)}: each pool once"
+        )
     targets: dict[Role, int] = {}
     for index, item in enumerate(request.targets):
         role = _read_role(f"targets[{index}].role", item.role)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
+from legato.protos.internal_access import ANYBODY, InternalAccess
 
 if TYPE_CHECKING:
     from legato.cluster.autoscale_options import AutoscaleOptions
     from legato.cluster.control_plane import Role
+    from legato.protos.tls_files import TlsFiles
 
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
@@ -82,6 +84,9 @@ class RouterOptions:
     # An OTLP collector that is told of requests; the share is of those whose clients do not say.
     otlp_endpoint: str | None = None
     trace_share: float = 1.0
+    tls: TlsFiles | None = None  # of the public port; with a CA clients need a certificate of it
+    token_file: str | None = None  # clients need one of its tokens: see `credentials`
+    access: InternalAccess = ANYBODY  # to the workers
     reports_load: bool = False  # to the controller, once a second: where the pools are autoscaled
 
 
@@ -115,6 +120,9 @@ class ServiceConfig:
     decode_kv_cache: str | None = None
     router: RouterOptions = RouterOptions()
     autoscale: AutoscaleOptions | None = None
+    # Of the workers, where `router.tls` has a CA; None: the same pair.
+    worker_tls: TlsFiles | None = None
+    allow_plain_token: bool = False  # from other machines, without TLS
 
     @property
     def pool_sizes(self) -> dict[Role, int]:

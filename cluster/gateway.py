@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from legato.cluster.cluster_service import ClusterService
+from legato.cluster.door import Door
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import ClientGoneError, unavailable
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -145,7 +146,11 @@ class Gateway:
         Raises:
             OSError: naming the address.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
+        options = self._router.options
+        interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+        if self._router.credentials is not None:
+            interceptors.insert(0, Door(self._router.credentials))
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationService(self._router), server
         )
@@ -155,7 +160,11 @@ class Gateway:
         reflection.enable_server_reflection(names, server)
         url_host = f"[{host}]" if ":" in host else host
         try:
-            bound_port = server.add_insecure_port(f"{url_host}:{port}")
+            if options.tls is None:
+                bound_port = server.add_insecure_port(f"{url_host}:{port}")
+            else:
+                credentials = options.tls.server_credentials()
+                bound_port = server.add_secure_port(f"{url_host}:{port}", credentials)
         except RuntimeError as error:
             raise OSError(
                 f"cannot listen on {url_host}:{port}: the port is taken by another process "

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from legato.cluster.client_access import NOTHING_SHOWN, ClientAccess
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,8 +27,15 @@ class Heartbeat:
     and its clients would wait until their deadlines.
     """
 
-    def __init__(self, address: str, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        address: str,
+        access: ClientAccess = NOTHING_SHOWN,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._address = address
+        self._access = access
         self._now = now
         self._heard_at = now()
         self._ended = threading.Event()
@@ -50,7 +59,7 @@ class Heartbeat:
     def _run(self) -> None:
         # Our own ping, not the client's: the proxy of the environment is for other hosts.
         options = [("grpc.enable_http_proxy", 0)]
-        with grpc.insecure_channel(self._address, options=options) as channel:
+        with self._access.channel(self._address, options) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not self._ended.wait(PERIOD_S):
                 try:

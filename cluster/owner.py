@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,7 @@ from legato.cluster.ray_address import bring_token, probe_ray, resolve_ray_addre
 from legato.cluster.ray_temp import RayTemp, prepare_environment
 from legato.cluster.roles import role_of
 from legato.cluster.router_ports import check_port, http_ports, router_ports
+from legato.cluster.security_rules import check_security, inner_access, own_access
 from legato.cluster.stop_signal import StartInterruptedError
 from legato.cluster.version import legato_version
 from legato.cluster.watchdog import Watchdog
@@ -26,6 +28,7 @@ from legato.protos import cluster_pb2, cluster_pb2_grpc
 
 if TYPE_CHECKING:
     from legato.cluster.actors.service import RayService
+    from legato.cluster.client_access import ClientAccess
     from legato.cluster.config import ServiceConfig
     from legato.cluster.stop_signal import StopSignal
 
@@ -69,6 +72,7 @@ class Owner:
             check_port(config.router.host, port)
         for port in http_ports(config):
             check_port(config.router.host, port, port_option="--http-port")
+        self._check_security()
         ray_address = self._ray_address()
         if ray_address is None:
             self._check_own()
@@ -107,6 +111,7 @@ class Owner:
         except ValueError as error:
             raise ServiceError(str(error)) from error
         # Nodes have files of their own: there a hub id, or demo, is looked up again, by each.
+        for_routers, for_workers = inner_access(config)
         everywhere = len(facts.nodes) == 1 or Path(config.model).exists()
         service.launch(
             WorkerPlan(
@@ -119,9 +124,10 @@ class Owner:
                 placements=placements,
                 spread=len(facts.nodes) > 1,
                 nodes_may_come=facts.joined and service.nodes_may_come(),
+                access=for_workers,
             ),
             RouterPlan(
-                options=config.router,
+                options=replace(config.router, access=for_routers),
                 num_routers=config.num_routers,
                 model_path=str(model_path),
                 model_name=config.model,
@@ -158,6 +164,11 @@ class Owner:
                 return asked
             time.sleep(POLL_S)
         return DRAIN_S
+
+    @property
+    def access(self) -> ClientAccess:
+        """To the service's own routers."""
+        return own_access(self._config.router)
 
     @property
     def http_addresses(self) -> list[str]:
@@ -249,11 +260,28 @@ class Owner:
                 text += ", router starting"
             self._progress.state(text)
             full = pools is not None and all(pool.ready == pool.target for pool in pools)
-            if addresses and full and all(_serves(address) for address in addresses):
+            if addresses and full and all(map(self._serves, addresses)):
                 return ",".join(addresses)
             if time.monotonic() > deadline_s:
                 raise ServiceError(f"not ready within --start-timeout {timeout_s:g} s: {text}")
             time.sleep(POLL_S)
+
+    def _check_security(self) -> None:
+        try:
+            notes = check_security(self._config)
+        except ValueError as error:
+            raise ServiceError(str(error)) from error
+        for note in notes:
+            self._progress.stage(note)
+
+    def _serves(self, address: str) -> bool:
+        options = [("grpc.enable_http_proxy", 0)]
+        with self.access.channel(dial_address(address), options) as channel:
+            try:
+                stub = cluster_pb2_grpc.ClusterStub(channel)
+                return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=2).ready
+            except grpc.RpcError:
+                return False  # asked again, until the start's own bound
 
     def _check_stop(self) -> None:
         if self._stop.count:
@@ -271,16 +299,6 @@ def _is_ray(address: str) -> bool:
     except ServiceError:
         return False
     return True
-
-
-def _serves(address: str) -> bool:
-    options = [("grpc.enable_http_proxy", 0)]
-    with grpc.insecure_channel(dial_address(address), options=options) as channel:
-        try:
-            stub = cluster_pb2_grpc.ClusterStub(channel)
-            return stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=2).ready
-        except grpc.RpcError:
-            return False  # asked again, until the start's own bound
 
 
 def _pool_text(pool: cluster_pb2.PoolStatus) -> str:

@@ -17,6 +17,7 @@ from legato.cluster.model_limits import ModelLimits
 from legato.cluster.roles import PAIR, ROLES
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2
+from legato.protos.internal_access import ANYBODY, InternalAccess
 from legato.protos.printable import printable
 
 if TYPE_CHECKING:
@@ -46,10 +47,12 @@ class PoolView:
         on_change: Callable[[], None],
         on_worker: Callable[[str, str, str], None] = lambda worker_id, state, reason: None,
         now: Callable[[], float] = time.monotonic,
+        access: InternalAccess = ANYBODY,
     ) -> None:
         """`on_worker` hears of each change: the id, ready, draining, lost or gone, and why."""
         self._control = control
         self._on_worker = on_worker
+        self._access = access
         self._silence_s = worker_silence_s
         self._on_change = on_change
         self._now = now
@@ -82,7 +85,7 @@ class PoolView:
                 self._views[worker_id].endpoint = endpoint
                 self._views[worker_id].note_departure()
             else:
-                view = self._views[worker_id] = WorkerView(endpoint)
+                view = self._views[worker_id] = WorkerView(endpoint, self._access)
                 self._watches[worker_id] = asyncio.create_task(self._watch(view))
         self.changed()
 
@@ -231,7 +234,9 @@ class PoolView:
             try:
                 if view.identity is None:
                     await self._identify(view)
-                async for report in view.control.WatchLoad(worker_pb2.WatchLoadRequest()):
+                async for report in view.control.WatchLoad(
+                    worker_pb2.WatchLoadRequest(), metadata=view.metadata
+                ):
                     failing_since, broke = None, ""
                     self._accept(view, report)
                 reason = "its load reports ended"
@@ -263,7 +268,9 @@ class PoolView:
 
     async def _identify(self, view: WorkerView) -> None:
         identity = await view.control.GetIdentity(
-            worker_pb2.GetIdentityRequest(), timeout=IDENTITY_TIMEOUT_S
+            worker_pb2.GetIdentityRequest(),
+            timeout=IDENTITY_TIMEOUT_S,
+            metadata=view.metadata,
         )
         check_identity(view.endpoint, identity, self.references)
         self.references.setdefault(view.endpoint.role, identity)

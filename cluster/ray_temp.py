@@ -63,6 +63,9 @@ def prepare_environment(*, own_ray: bool) -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_PATIENCE_S))
         # Ray's own 15 lets any other program take nearly all of a CPU from routers and workers.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # By this switch, off on systems where Ray has no clusters, its processes listen on loopback
+        # alone. Without it Ray puts the machine's own address in the place of the one it is told.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     # A token that is new each time and stays in this process and its children, instead of the one
     # in the home folder that Ray would share among all clusters.
     if own_ray and not any(name.startswith("RAY_AUTH_") for name in os.environ):

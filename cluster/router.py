@@ -17,6 +17,7 @@ import grpc
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
+from legato.cluster.credentials import Credentials
 from legato.cluster.deadline import Deadline
 from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
@@ -135,6 +136,7 @@ class Router:
         self.version = version
         self.owner_pid = owner_pid
         self.owner_host = owner_host
+        self.credentials = None if options.token_file is None else Credentials(options.token_file)
         self.counters = Counters()
         self.started_at = time.monotonic()
         self._log = RequestLog(options.request_log)
@@ -146,6 +148,7 @@ class Router:
         self.pool = PoolView(
             control,
             worker_silence_s=options.worker_silence_s,
+            access=options.access,
             on_change=self._on_change,
             on_worker=self._note_worker,
         )
@@ -214,7 +217,13 @@ class Router:
             return None
         from legato.cluster.http.server import HttpServer  # late: it takes a moment
 
-        return HttpServer(self, self.options.host, self.options.http_port)
+        return HttpServer(
+            self,
+            self.options.host,
+            self.options.http_port,
+            authorize=None if self.credentials is None else self.credentials.check,
+            tls=self.options.tls,
+        )
 
     async def set_workers(self, workers: Sequence[WorkerEndpoint]) -> None:
         """Takes the full snapshot of workers; idempotent."""

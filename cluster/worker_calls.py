@@ -44,6 +44,11 @@ def _check_there(view: WorkerView) -> None:
         raise WorkerFailedError(view, view.lost_reason, gone=True)
 
 
+def _metadata(view: WorkerView, span: CallSpan | None) -> tuple[tuple[str, str], ...]:
+    """That of every call to the worker, and what joins this one to its trace."""
+    return (*view.metadata, *(span.metadata if span is not None else ()))
+
+
 def _begin_span(
     trace: RequestTrace | None, view: WorkerView, service: str, method: str
 ) -> CallSpan | None:
@@ -152,9 +157,7 @@ class PrefillCall(_Call):
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
         span = _begin_span(trace, view, "PrefillWorker", "Prefill")
-        self._call = view.prefill.Prefill(
-            timeout=timeout_s, metadata=span.metadata if span else None
-        )
+        self._call = view.prefill.Prefill(timeout=timeout_s, metadata=_metadata(view, span))
         super().__init__(view, self._call, span)
 
     async def begin(self, request: worker_pb2.PrefillRequest) -> None:
@@ -210,7 +213,7 @@ class DecodeCall(_Call):
         """Raises WorkerFailedError where the worker was lost since it was chosen."""
         _check_there(view)
         span = _begin_span(trace, view, "DecodeWorker", "Decode")
-        self._call = view.decode.Decode(timeout=timeout_s, metadata=span.metadata if span else None)
+        self._call = view.decode.Decode(timeout=timeout_s, metadata=_metadata(view, span))
         self._turn = asyncio.Lock()  # to write: gRPC takes one message at a time
         self._saying: set[asyncio.Task[None]] = set()
         super().__init__(view, self._call, span)

@@ -6,10 +6,9 @@ import asyncio
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-import grpc
-
 from legato.cluster.policies import WorkerSnapshot
 from legato.protos import common_pb2, worker_pb2_grpc
+from legato.protos.internal_access import ANYBODY, InternalAccess
 
 if TYPE_CHECKING:
     from legato.cluster.control_plane import WorkerEndpoint
@@ -122,9 +121,10 @@ class WorkerView:
     whole queue at once.
     """
 
-    def __init__(self, endpoint: WorkerEndpoint) -> None:
+    def __init__(self, endpoint: WorkerEndpoint, access: InternalAccess = ANYBODY) -> None:
         self.endpoint = endpoint
-        self.channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
+        self.metadata = access.metadata  # of every call
+        self.channel = access.channel(endpoint.address, CHANNEL_OPTIONS)
         self.prefill = worker_pb2_grpc.PrefillWorkerStub(self.channel)
         self.decode = worker_pb2_grpc.DecodeWorkerStub(self.channel)
         self.control = worker_pb2_grpc.WorkerControlStub(self.channel)

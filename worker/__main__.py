@@ -10,8 +10,11 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import get_args
 
+from legato.protos.internal_access import InternalAccess
+from legato.protos.tls_files import TlsFiles
 from legato.worker.byte_size import parse_byte_size, parse_byte_size_or_0, parse_fraction
 from legato.worker.config import KV_WIRES, WEIGHTS, KvLane, WorkerConfig
 
@@ -73,7 +76,23 @@ def _config(arguments: argparse.Namespace) -> WorkerConfig:
         max_batch_size=arguments.max_batch_size,
         context_length=arguments.context_length,
         num_threads=arguments.threads,
+        access=_access(arguments),
     )
+
+
+def _access(arguments: argparse.Namespace) -> InternalAccess:
+    given = [arguments.tls_cert, arguments.tls_key, arguments.tls_ca]
+    if any(given) and not all(given):
+        raise ValueError("--tls-cert, --tls-key and --tls-ca go together")
+    secret = ""
+    if arguments.secret_file is not None:
+        try:
+            secret = Path(arguments.secret_file).read_text().strip()
+        except OSError as error:
+            raise ValueError(f"--secret-file {arguments.secret_file}: {error.strerror}") from error
+        if not secret:
+            raise ValueError(f"--secret-file {arguments.secret_file} is empty")
+    return InternalAccess(TlsFiles(*given) if any(given) else None, secret)
 
 
 async def _serve(config: WorkerConfig, drain_timeout_s: float) -> int:
@@ -177,6 +196,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--context-length", type=int, default=None)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--tls-cert", help="this worker's certificate, for routers and workers")
+    parser.add_argument("--tls-key", help="its key")
+    parser.add_argument("--tls-ca", help="who signed the routers' and other workers' certificates")
+    parser.add_argument("--secret-file", help="holds what callers have to know")
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end when the starting process ends (Linux)"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from legato.protos.internal_access import ANYBODY, InternalAccess
+
 Role = Literal["prefill", "decode", "colocated"]  # the last computes prompts and decodes
 Admission = Literal["expected", "reserve"]
 KvLane = Literal["auto", "grpc"]
@@ -53,6 +55,8 @@ class WorkerConfig:
     max_batch_size: int = 256  # most sequences of one decode forward
     context_length: int | None = None  # lowers the model's own limit
     num_threads: int | None = None  # of torch; None: torch's default
+    # Who may call, and how other workers are called; by default anybody.
+    access: InternalAccess = ANYBODY
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):

@@ -147,7 +147,9 @@ class WorkerNode:
             engine=engine,
             tickets=tickets,
             pager=pager,
-            sender=KvSender(identity, pager, pager.wire, transfers, new_memory),
+            sender=KvSender(
+                identity, pager, pager.wire, transfers, new_memory, access=config.access
+            ),
             transfers=transfers,
             prefix_cache=config.prefix_cache,
             shared_memory=shared_memory,

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from legato.kernels import native
 from legato.protos import kv_transfer_pb2, worker_pb2
 from legato.protos.malformed import RefuseMalformed
+from legato.protos.refuse_strangers import RefuseStrangers
 from legato.protos.tracing import Tracing
 from legato.worker.channel import SERVER_OPTIONS
 from legato.worker.kv_budget import KvBudget, check_memory
@@ -121,6 +122,8 @@ class WorkerServer:
             ValueError: the model, or its fit with the config, is wrong.
             StartError: the address cannot be listened on.
         """
+        if (tls := self._config.access.tls) is not None:
+            tls.check()
         if self._config.num_threads is not None:
             torch.set_num_threads(self._config.num_threads)
         loaded = self._loaded
@@ -147,7 +150,10 @@ class WorkerServer:
             loop=asyncio.get_running_loop(),
             on_failure=self._on_engine_failure,
         )
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[RefuseMalformed()])
+        access = self._config.access
+        server = grpc.aio.server(
+            options=SERVER_OPTIONS, interceptors=[RefuseStrangers(access), RefuseMalformed()]
+        )
         if self._config.otlp_endpoint is not None:
             self._tracing = Tracing(
                 self._config.otlp_endpoint,
@@ -158,7 +164,7 @@ class WorkerServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         try:
-            port = server.add_insecure_port(f"{host}:{self._config.port}")
+            port = access.add_port(server, f"{host}:{self._config.port}")
         except RuntimeError as error:
             raise StartError(
                 f"cannot listen on {host}:{self._config.port}: the port is taken or the address "

@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from legato.bench.router_overhead.inner_access import add_options, inner_access
 from legato.bench.router_overhead.send_times import SendTimes
 from legato.bench.router_overhead.stream_name import StreamName
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
+from legato.protos.malformed import RefuseMalformed
 from legato.protos.protocol_version import PROTOCOL_VERSION
+from legato.protos.refuse_strangers import RefuseStrangers
 from legato.worker.channel import SERVER_OPTIONS
 
 if TYPE_CHECKING:
@@ -154,16 +157,19 @@ async def _until_turn(name: StreamName) -> None:
 async def _serve(args: argparse.Namespace) -> None:
     times = SendTimes(args.times, args.streams, args.tokens, create=True)
     servers, ready = [], {}
+    access = inner_access(args.certs, "worker", args.secret)
     for role, name in (
         (common_pb2.WORKER_ROLE_PREFILL, "prefill"),
         (common_pb2.WORKER_ROLE_DECODE, "decode"),
     ):
         engine = FakeEngine(role, times if name == "decode" else None)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(
+            options=SERVER_OPTIONS, interceptors=[RefuseStrangers(access), RefuseMalformed()]
+        )
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(engine, server)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(engine, server)
         worker_pb2_grpc.add_WorkerControlServicer_to_server(engine, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = access.add_port(server, "127.0.0.1:0")
         await server.start()
         servers.append(server)
         ready[name] = {"worker_id": engine.worker_id, "address": f"127.0.0.1:{port}"}
@@ -180,6 +186,7 @@ def main() -> None:
     parser.add_argument("--times", type=Path, required=True)
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
+    add_options(parser)
     asyncio.run(_serve(parser.parse_args()))
 
 

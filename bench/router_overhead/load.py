@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import grpc
 import numpy as np
 
 from legato.bench.router_overhead.http_arrivals import http_arrivals
 from legato.bench.router_overhead.stream_name import StreamName
+from legato.cluster.client_access import NOTHING_SHOWN, ClientAccess
 from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc, worker_pb2
 from legato.protos.worker_pb2_grpc import DecodeWorkerStub
 from legato.worker.channel import CHANNEL_OPTIONS
@@ -19,6 +19,7 @@ from legato.worker.channel import CHANNEL_OPTIONS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    import grpc
     import numpy.typing as npt
 
 LoadKind = Literal["decode", "generate", "http"]
@@ -41,12 +42,18 @@ class LoadRun:
     """`num_streams` streams of `num_tokens` each over the channels to one address."""
 
     def __init__(
-        self, address: str, num_streams: int, num_tokens: int, kind: LoadKind = "generate"
+        self,
+        address: str,
+        num_streams: int,
+        num_tokens: int,
+        kind: LoadKind = "generate",
+        *,
+        access: ClientAccess = NOTHING_SHOWN,
     ) -> None:
         """`decode`: the address is the decode worker's own; `http`: the HTTP endpoint's."""
         self._address = address
         self._channels = [
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            access.aio_channel(address, CHANNEL_OPTIONS)
             for _ in range(0 if kind == "http" else NUM_CHANNELS)
         ]
         self._num_streams = num_streams

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from legato.bench.router_overhead.inner_access import add_options, inner_access, tls_files
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.role_change import UnknownWorkerError
@@ -68,7 +69,14 @@ class NoControl:
 
 async def _serve(args: argparse.Namespace) -> None:
     router = Router(
-        RouterOptions(port=0, http_port=0, local_prefill_tokens=0),
+        RouterOptions(
+            port=0,
+            http_port=0,
+            local_prefill_tokens=0,
+            tls=tls_files(args.public_certs, "service"),
+            token_file=args.token_file,
+            access=inner_access(args.certs, "service", args.secret),
+        ),
         ModelText.load(args.model),
         NoControl(),
         model_name="fake",
@@ -97,6 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--workers", required=True)
+    parser.add_argument("--public-certs", help="as --certs, of the public port")
+    parser.add_argument("--token-file", help="what clients must show")
+    add_options(parser)
     asyncio.run(_serve(parser.parse_args()))
 
 

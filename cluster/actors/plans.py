@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.protos.internal_access import ANYBODY, InternalAccess
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -22,6 +24,7 @@ class WorkerPlan:
     placements: Mapping[Role, WorkerPlacement]
     spread: bool  # over the nodes of a joined cluster
     nodes_may_come: bool = False  # from an autoscaler of Ray's
+    access: InternalAccess = ANYBODY  # the workers' own
 
     def obstacle(self, before: Role, after: Role) -> str:
         """Why no worker of the one role can go on in the other, or nothing."""

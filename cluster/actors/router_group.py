@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,12 +12,14 @@ from legato.cluster.actors.calls import outcome
 from legato.cluster.actors.router_actor import RouterActor
 from legato.cluster.actors.worker_process import end_process
 from legato.cluster.heartbeat import SILENCE_S, Heartbeat, dial_address
+from legato.cluster.security_rules import own_access
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from legato.cluster.actors.plans import RouterPlan
     from legato.cluster.actors.router_actor import RouterPlace
+    from legato.cluster.client_access import ClientAccess
 
 RETURN_TIMEOUT_S = 60.0  # with no router serving for so long, the service ends
 RETRY_S = 0.5
@@ -25,9 +28,10 @@ RETRY_S = 0.5
 class RouterLink:
     """One router: where it serves, whether it lives, what it was asked."""
 
-    def __init__(self, handle: Any, number: int) -> None:  # noqa: ANN401  # an actor handle has no static type
+    def __init__(self, handle: Any, number: int, access: ClientAccess) -> None:  # noqa: ANN401  # an actor handle has no static type
         self.handle = handle
         self.number = number
+        self._access = access
         self.place: RouterPlace | None = None  # while it serves
         self.address = ""  # once known, the same for ever
         self.http_address = ""  # so is this one
@@ -84,7 +88,7 @@ class RouterLink:
         is_back, self.address = bool(self.address), place.address
         self.http_address = place.http_address
         if self._heartbeat is None:
-            self._heartbeat = Heartbeat(dial_address(self.address))
+            self._heartbeat = Heartbeat(dial_address(self.address), self._access)
         self._heartbeat.forgive()
         return f"router {self.address} serves again" if is_back else ""
 
@@ -107,9 +111,11 @@ class RouterGroup:
 
     def __init__(self, controller: Any, plan: RouterPlan, settings: Mapping[str, Any]) -> None:  # noqa: ANN401  # an actor handle has no static type
         """`settings` are Ray's, of each. The routers end with this process."""
+        # Health is open to all: what asks for it shows no token.
+        access = replace(own_access(plan.options), token=None)
         router = ray.remote(RouterActor).options(**settings, max_restarts=-1, max_task_retries=0)
         self._links = [
-            RouterLink(router.remote(controller, plan, number), number)
+            RouterLink(router.remote(controller, plan, number), number, access)
             for number in range(plan.num_routers)
         ]
         self._all_gone_since_s: float | None = None

@@ -58,6 +58,7 @@ def worker_config(role: Role, plan: WorkerPlan) -> WorkerConfig:
         max_batch_size=engine.max_batch_size,
         context_length=engine.context_length,
         num_threads=place.num_threads,
+        access=plan.access,
     )
 
 

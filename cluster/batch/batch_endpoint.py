@@ -13,6 +13,7 @@ import httpx2
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
     from legato.cluster.batch.batch_input import BatchLine
@@ -43,14 +44,21 @@ class BatchEndpoint:
     """`urls` of the routers of one service; where one is lost, another is asked."""
 
     def __init__(
-        self, urls: Sequence[str], concurrency: int, deadline_s: float | None, token: str | None
+        self,
+        urls: Sequence[str],
+        concurrency: int,
+        deadline_s: float | None,
+        token: str | None,
+        *,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
-        """`deadline_s`: on the monotonic clock."""
+        """`deadline_s`: on the monotonic clock. `verify`: whom to trust where a url is https://."""
         self._urls = list(urls)
         self._next = 0  # which one is asked first
         self._deadline_s = deadline_s
         self._heard_s = time.monotonic()  # when a router last said anything but that it cannot
         self._client = httpx2.AsyncClient(
+            verify=verify,
             trust_env=False,  # a service is near: no proxy
             headers={"authorization": f"Bearer {token}"} if token else {},
             limits=httpx2.Limits(
@@ -74,7 +82,7 @@ class BatchEndpoint:
                 problem = problem or f"no service answers at {url} ({_reason(error)})"
                 continue
             if response.status_code == 401:
-                raise ServiceError(f"{url} asks for a token: set LEGATO_TOKEN")
+                raise ServiceError(f"{url} asks for a token: --token-file, or LEGATO_TOKEN")
             if response.status_code == 200:
                 return
             problem = f"what listens at {url} is no Legato service (HTTP {response.status_code})"

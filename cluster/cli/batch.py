@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from legato.cluster.cli.client_flags import chosen_access
 from legato.cluster.cli.connection import DEFAULT_PORT
 from legato.cluster.errors import ServiceError
 from legato.cluster.router_ports import default_http_port
@@ -64,8 +64,7 @@ def batch(
 ) -> None:
     """Answer a file of requests, at batch priority: they fill what interactive requests leave.
 
-    Where it is interrupted, in whatever way, the same command goes on. The token of a service
-    that asks for one is read from LEGATO_TOKEN.
+    Where it is interrupted, in whatever way, the same command goes on.
 
     Exit codes: 0 all lines have answers; 1 some have errors in the place of one; 3 the deadline
     came before some lines.
@@ -132,8 +131,15 @@ async def _answer(
 
     if len(finished.finished) == len(requests.lines):
         return BatchOutcome()
-    token = os.environ.get("LEGATO_TOKEN")
-    async with BatchEndpoint(urls, concurrency, deadline_s, token) as endpoint:
+    access = chosen_access()
+    try:
+        access.check_urls(urls)
+        verify = True if access.tls is None else access.tls.ssl_context()
+    except ValueError as error:
+        raise ServiceError(str(error)) from error
+    async with BatchEndpoint(
+        urls, concurrency, deadline_s, access.token, verify=verify
+    ) as endpoint:
         await endpoint.check()
         return await run_batch(
             requests, finished, endpoint, concurrency=concurrency, on_line=progress.line

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from legato.cluster.cli.client_flags import chosen_access
 from legato.cluster.client_target import parse_addresses
 from legato.cluster.errors import ServiceError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import grpc
 
     from legato.cluster.client import Client
+    from legato.cluster.client_access import ClientAccess
 
 DEFAULT_PORT = 50051
 CONNECT_TIMEOUT_S = 5.0
@@ -68,28 +70,34 @@ def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
 
 
 @contextmanager
-def connect(address: str) -> Iterator[grpc.Channel]:
+def connect(address: str, access: ClientAccess | None = None) -> Iterator[grpc.Channel]:
     """A channel to the first router that is there and does not hang; within the block, gRPC errors
-    become ServiceErrors of one sentence.
+    become ServiceErrors of one sentence. `access`: by default what the command was told.
 
     Raises:
         ServiceError: nothing listens, or a call failed.
     """
-    import grpc
-
-    from legato.cluster.client_channels import CHANNEL_OPTIONS
-
+    access = access or chosen_access()
     targets = [target for target in address.split(",") if is_open(target)]
     if not targets:
         raise _nobody(address)
     while True:
         target = targets.pop(0)
-        with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        with _channel(target, access) as channel:
             if targets and not _is_greeted(channel):
                 continue
             with _sentences(target):
                 yield channel
             return
+
+
+def _channel(target: str, access: ClientAccess) -> grpc.Channel:
+    from legato.cluster.client_channels import CHANNEL_OPTIONS
+
+    try:
+        return access.channel(target, CHANNEL_OPTIONS)
+    except ValueError as error:
+        raise ServiceError(str(error)) from error
 
 
 def _is_greeted(channel: grpc.Channel) -> bool:
@@ -112,7 +120,12 @@ def connect_client(address: str) -> Iterator[Client]:
 
     if not is_open(address):
         raise _nobody(address)
-    with _sentences(address), Client(address) as client:
+    access = chosen_access()
+    try:
+        client = Client(address, access=access)
+    except ValueError as error:
+        raise ServiceError(str(error)) from error
+    with _sentences(address), client:
         yield client
 
 
@@ -141,6 +154,15 @@ def _sentence(error: grpc.RpcError, address: str) -> str:
         return details  # of the client's own, in a sentence
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in details:
+        tls = chosen_access().tls
+        trouble = details.rpartition("last error: ")[2]
+        return f"something listens at {address}, and no connection comes about ({trouble}); " + (
+            "it may want TLS (--tls-ca, or --tls)"
+            if tls is None
+            else "it may want a certificate (--tls-cert), have one that --tls-ca did not "
+            "sign, or speak no TLS"
+        )
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
         return f"what listens at {address} is no Legato service"
     return f"{code.name}: {details}" if details else str(code.name)

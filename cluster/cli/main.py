@@ -8,6 +8,8 @@ from typing import cast
 import typer
 
 from legato.cluster.cli.batch import batch
+from legato.cluster.cli.certs import certs
+from legato.cluster.cli.client_flags import secured
 from legato.cluster.cli.demo import demo
 from legato.cluster.cli.generate import generate
 from legato.cluster.cli.operate import scale, status, stop
@@ -26,8 +28,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (serve, generate, batch, status, scale, role, stop, demo):
-    app.command()(_command)
+for _command in (serve, generate, batch, status, scale, role, stop, demo, certs):
+    app.command()(secured(_command))
 
 
 @app.callback(invoke_without_command=True)

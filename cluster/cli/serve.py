@@ -43,6 +43,16 @@ from legato.cluster.cli.engine_flags import (  # noqa: TC001  # typer reads the 
 )
 from legato.cluster.cli.memory_size import parse_fraction, parse_size, parse_size_or_0
 from legato.cluster.cli.pool_options import check_pools, check_sizes
+from legato.cluster.cli.security_flags import (  # typer reads the annotations
+    AllowPlainTokenOption,
+    ApiTokenFileOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    WorkerTlsCertOption,
+    WorkerTlsKeyOption,
+    tls_files,
+)
 from legato.cluster.cli.service_flags import (  # noqa: TC001  # typer reads the annotations
     ColocatedOption,
     ColocatedResourcesOption,
@@ -127,6 +137,13 @@ def serve(
     request_log: RequestLogOption = None,
     otlp_endpoint: OtlpEndpointOption = None,
     trace_share: TraceShareOption = RouterOptions.trace_share,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_ca: TlsCaOption = None,
+    worker_tls_cert: WorkerTlsCertOption = None,
+    worker_tls_key: WorkerTlsKeyOption = None,
+    api_token_file: ApiTokenFileOption = None,
+    allow_plain_token: AllowPlainTokenOption = False,
 ) -> None:
     """Start a service and stay until Ctrl-C or `legato stop`.
 
@@ -233,9 +250,13 @@ def serve(
             request_log=None if request_log is None else str(request_log),
             otlp_endpoint=otlp_endpoint,
             trace_share=trace_share,
+            tls=tls_files(tls_cert, tls_key, tls_ca),
+            token_file=None if api_token_file is None else str(api_token_file),
             reports_load=autoscale_options is not None,
         ),
         autoscale=autoscale_options,
+        worker_tls=tls_files(worker_tls_cert, worker_tls_key, None, "--worker-tls"),
+        allow_plain_token=allow_plain_token,
     )
     sys.exit(run_service(config, stay))
 

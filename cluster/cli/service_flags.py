@@ -34,7 +34,8 @@ ColocatedOption = Annotated[
 ]
 
 HostOption = Annotated[
-    str, typer.Option(help="Where clients reach it. There is no authentication.")
+    str,
+    typer.Option(help="Where clients reach it. Who may: --api-token-file, --tls-ca."),
 ]
 
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")]

@@ -12,6 +12,7 @@ from legato.cluster.errors import ServiceError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from legato.cluster.client_access import ClientAccess
     from legato.cluster.config import ServiceConfig
     from legato.cluster.owner import Owner
 
@@ -55,23 +56,24 @@ def stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
     from legato.cluster.heartbeat import dial_address
 
     first = address.partition(",")[0]
-    for line in _kv_lines(first):
+    for line in _kv_lines(first, owner.access):
         progress.stage(line)
     progress.stage(f"ready at {address}")
     if http := owner.http_addresses:
-        urls = ", ".join(f"http://{dial_address(at)}/v1" for at in http)
+        scheme = "http" if owner.access.tls is None else "https"
+        urls = ", ".join(f"{scheme}://{dial_address(at)}/v1" for at in http)
         progress.stage(f"OpenAI-compatible HTTP at {urls}")
     at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
     progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
     return owner.wait()
 
 
-def _kv_lines(address: str) -> list[str]:
+def _kv_lines(address: str, access: ClientAccess) -> list[str]:
     from legato.cluster.heartbeat import dial_address
     from legato.protos import generation_pb2, generation_pb2_grpc
 
     try:
-        with connect(dial_address(address)) as channel:
+        with connect(dial_address(address), access) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             model = stub.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
     except ServiceError as error:  # the service may do well all the same

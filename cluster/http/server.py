@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
-from typing import TYPE_CHECKING
+import ssl
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.http.front_door import Authorize
     from legato.cluster.router import Router
+    from legato.protos.tls_files import TlsFiles
 
 BACKLOG = 2048
 START_TIMEOUT_S = 10.0
@@ -28,6 +31,8 @@ KEEP_ALIVE_S = 75  # longer than clients keep idle connections, which would meet
 IDLE_BEFORE_PROBE_S, PROBE_PERIOD_S, SILENCE_MS = 10, 5, 30_000
 # A connection that has sent no whole head of a request for so long, up to twice.
 HEAD_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
@@ -46,12 +51,21 @@ class HttpServer:
     """
 
     def __init__(
-        self, router: Router, host: str, port: int, *, authorize: Authorize | None = None
+        self,
+        router: Router,
+        host: str,
+        port: int,
+        *,
+        authorize: Authorize | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
+        """`tls`: as gRPC's port has it; with a CA clients need a certificate of it."""
         self._socket = _listen(host, port)
         bound_host, bound_port = self._socket.getsockname()[:2]
         url_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         self.address = f"{url_host}:{bound_port}"
+        self._tls = tls
+        self._stamp = None if tls is None else tls.stamp()
         self._server = _Server(
             uvicorn.Config(
                 create_app(router, authorize=authorize),
@@ -65,6 +79,7 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=STOP_TIMEOUT_S,
+                **_tls_settings(tls),
             )
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,10 +116,36 @@ class HttpServer:
         silent: set[Protocols] = set()
         while True:
             await asyncio.sleep(HEAD_TIMEOUT_S)
+            self._renew_tls()
             now = {connection for connection in connections if _is_silent(connection)}
             for connection in now & silent:
                 connection.transport.abort()
             silent = now - silent
+
+    def _renew_tls(self) -> None:
+        """New files count for new connections; where they are wrong those before go on."""
+        context, tls = self._server.config.ssl, self._tls
+        if context is None or tls is None:
+            return
+        try:
+            stamp = tls.stamp()
+            if stamp != self._stamp:
+                tls.check()
+                context.load_cert_chain(tls.cert_file, tls.key_file)
+                self._stamp = stamp
+        except (OSError, ValueError) as error:
+            log.warning("the HTTP endpoint's certificate stays as it was: %s", error)
+
+
+def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_certfile": tls.cert_file,
+        "ssl_keyfile": tls.key_file,
+        "ssl_ca_certs": tls.ca_file,
+        "ssl_cert_reqs": ssl.CERT_NONE if tls.ca_file is None else ssl.CERT_REQUIRED,
+    }
 
 
 def _is_silent(connection: Protocols) -> bool:

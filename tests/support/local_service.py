@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import grpc
 from worker_process import WorkerProcess, worker_process
 
+from legato.cluster.client_access import NOTHING_SHOWN, ClientAccess
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.role_change import RoleChange, UnknownWorkerError
@@ -130,7 +130,9 @@ class LocalService:
         decode_args: Sequence[str] = (),
         colocated_args: Sequence[str] = (),
         options: RouterOptions | None = None,
+        client: ClientAccess = NOTHING_SHOWN,
     ) -> None:
+        self.client = client
         self.model = Path(model)
         self.counts: dict[Role, int] = {
             "prefill": prefill,
@@ -174,7 +176,7 @@ class LocalService:
         self.router = self._new_router(text)
         self.address = await self.router.start()
         await self.publish()
-        self.channel = grpc.aio.insecure_channel(self.address, options=NO_PROXY)
+        self.channel = self.client.aio_channel(self.address, NO_PROXY)
         self.generation = generation_pb2_grpc.GenerationStub(self.channel)
         self.cluster = cluster_grpc.ClusterStub(self.channel)
         async with asyncio.timeout(30):
@@ -228,9 +230,10 @@ class LocalService:
         return list(await asyncio.gather(*(self._load(worker) for worker in self.workers)))
 
     async def _load(self, worker: LocalWorker) -> tuple[int, common_pb2.WorkerLoad]:
-        async with grpc.aio.insecure_channel(worker.address, options=NO_PROXY) as channel:
+        access = self.options.access
+        async with access.channel(worker.address, NO_PROXY) as channel:
             watch = worker_pb2_grpc.WorkerControlStub(channel).WatchLoad(
-                worker_pb2.WatchLoadRequest(), timeout=10
+                worker_pb2.WatchLoadRequest(), timeout=10, metadata=access.metadata
             )
             report = await watch.read()
             watch.cancel()

@@ -36,7 +36,16 @@ def wrong_options(words: list[str]) -> list[str]:
 
 
 def test_there_are_commands_to_check() -> None:
-    assert set(COMMANDS) >= {"serve", "generate", "batch", "status", "scale", "role", "stop"}
+    assert set(COMMANDS) >= {
+        "serve",
+        "generate",
+        "batch",
+        "status",
+        "scale",
+        "role",
+        "stop",
+        "certs",
+    }
     readme = legato_lines((ROOT / "README.md").read_text())
     assert {words[0] for words in readme} >= {"serve", "generate", "status", "scale", "stop"}
     assert wrong_options(["serve", "--model", "x", "--such-an-option"]) == ["--such-an-option"]

@@ -18,8 +18,22 @@ MAY_IMPORT = {
 }
 # The one place of every Ray call; it hosts workers.
 ACTORS = "cluster/actors/"
-BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-BANNED_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
+# What runs code that comes in data.
+BANNED = {
+    *("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "xmlrpc", "jsonpickle"),
+    *("multiprocessing.connection", "multiprocessing.managers", "ray.cloudpickle", "code", "runpy"),
+}
+BANNED_CALLS = {
+    *("eval", "exec", "compile", "__import__", "execfile"),
+    *("builtins.eval", "builtins.exec", "builtins.compile"),
+    *("torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.package"),
+    *("np.load", "numpy.load", "np.fromregex", "pandas.read_pickle", "pd.read_pickle"),
+    *("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.Loader"),
+    *("os.system", "os.popen", "os.execl", "os.spawnl", "subprocess.getoutput"),
+    *("subprocess.getstatusoutput", "asyncio.create_subprocess_shell", "commands.getoutput"),
+}
+BANNED_METHODS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle"}
+BANNED_WORDS = ("trust_remote_code",)  # Hub code is never run: the word stands nowhere
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -52,10 +66,21 @@ def violations(path: str, source: str) -> list[str]:
                 wrong.append(f"legato.{names[1]}")
         elif names[0] == "ray" and not path.startswith(ACTORS):
             wrong.append("ray")
-        elif names[0] in BANNED:
-            wrong.append(names[0])
-    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    wrong += [call for call in calls if call in BANNED_CALLS]
+        elif banned := {names[0], ".".join(names[:2])} & BANNED:
+            wrong += banned
+        elif module in BANNED_CALLS:  # by its bare name later
+            wrong.append(module)
+    for node in ast.walk(tree):
+        # Also where it is handed on and not called here.
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in BANNED_CALLS:
+            wrong.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and node.attr in BANNED_METHODS:
+            wrong.append(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg == "shell":
+            wrong.append("shell")
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            wrong.append("allow_pickle")
+    wrong += [word for word in BANNED_WORDS if word in source]
     return sorted(set(wrong))
 
 
@@ -94,6 +119,27 @@ def test_no_module_imports_or_calls_what_it_must_not(path: str) -> None:
         ("worker/x.py", "import pickle", ["pickle"]),
         ("worker/x.py", "import torch\ntorch.load('x')", ["torch.load"]),
         ("cluster/x.py", "eval('1')", ["eval"]),
+        ("cluster/x.py", "run = exec", ["exec"]),
+        ("cluster/x.py", "map(eval, lines)", ["eval"]),
+        ("cluster/x.py", "import builtins\nbuiltins.eval('1')", ["builtins.eval"]),
+        ("cluster/x.py", "__import__('pickle')", ["__import__"]),
+        ("worker/x.py", "from torch import load", ["torch.load"]),
+        ("worker/x.py", "from pickle import loads", ["pickle"]),
+        ("worker/x.py", "import torch\ntorch.jit.load('x')", ["torch.jit.load"]),
+        ("worker/x.py", "socket.recv_pyobj()", ["recv_pyobj"]),
+        ("worker/x.py", "f(allow_pickle=True)", ["allow_pickle"]),
+        ("cluster/x.py", "import yaml\nyaml.load(x)", ["yaml.load"]),
+        ("cluster/x.py", "import yaml\nyaml.safe_load(x)", []),
+        ("cluster/x.py", "import subprocess\nsubprocess.run('ls', shell=True)", ["shell"]),
+        ("cluster/x.py", "import os\nos.system('ls')", ["os.system"]),
+        (
+            "cluster/x.py",
+            "from multiprocessing.connection import Client",
+            ["multiprocessing.connection"],
+        ),
+        ("cluster/actors/x.py", "import ray.cloudpickle", ["ray.cloudpickle"]),
+        ("cluster/x.py", "load(path, trust_remote_code=False)", ["trust_remote_code"]),
+        ("cluster/x.py", "import re\nre.compile('x')", []),
         ("cluster/actors/x.py", "import ray\nimport legato.worker.server", []),
         ("worker/x.py", "import legato.kernels.a\nfrom legato.protos import b", []),
         ("worker/x.py", "model.eval()", []),

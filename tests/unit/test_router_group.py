@@ -92,7 +92,7 @@ class Beat:
 
     silent_for_s = 0.0
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: object) -> None:
         self.num_forgiven = 0
 
     def forgive(self) -> None:

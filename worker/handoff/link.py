@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from legato.protos import kv_transfer_pb2
+from legato.protos.internal_access import ANYBODY, InternalAccess
 from legato.protos.kv_transfer_pb2 import KvAnswer, KvBeat, KvFrame, KvHello, KvReceipt
 from legato.protos.printable import printable
 from legato.protos.protocol_version import PROTOCOL_VERSION
@@ -80,6 +81,7 @@ class LinkParts:
     counters: TransferCounters
     # Slots, and bytes of each. None: rows go inside gRPC's messages alone.
     new_memory: Callable[[int, int], SenderMemory] | None
+    access: InternalAccess = ANYBODY
 
 
 class Link:
@@ -96,8 +98,9 @@ class Link:
         self._moved_rows = False
         self._receiver_worker_id = receiver_worker_id
         self._parts = parts
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._call: Call = self._channel.stream_stream(_METHOD)()
+        access = parts.access
+        self._channel = access.channel(address, CHANNEL_OPTIONS)
+        self._call: Call = self._channel.stream_stream(_METHOD)(metadata=access.metadata)
         self._memory: SenderMemory | None = None
         self._lane: Lane = GrpcLane(parts.row_bytes)
         self._transfers: dict[Transfer, None] = {}

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.protos.internal_access import ANYBODY, InternalAccess
 from legato.worker.handoff.handoff_error import HandoffError, out_of_reach, own_fault
 from legato.worker.handoff.link import LinkBrokenError, LinkParts
 from legato.worker.handoff.links import Links
@@ -45,6 +46,8 @@ class KvSender:
         wire: WireFormat,
         counters: TransferCounters,
         new_memory: Callable[[int, int], SenderMemory] | None = None,
+        *,
+        access: InternalAccess = ANYBODY,
     ) -> None:
         """`new_memory`: makes slots, of so many bytes each, that receivers on this host may read
         rows from; None: rows go by gRPC alone.
@@ -56,7 +59,15 @@ class KvSender:
         )
         self._counters = counters
         self._links = Links(
-            LinkParts(identity, wire.name, self._size.num_bytes, pager, counters, new_memory)
+            LinkParts(
+                identity,
+                wire.name,
+                self._size.num_bytes,
+                pager,
+                counters,
+                new_memory,
+                access,
+            )
         )
         self._is_closed = False
 

@@ -11,7 +11,7 @@ from legato.worker.call_trace import NOT_TRACED
 from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.kv.progress import KvProgress
 from legato.worker.services.errors import invalid
-from legato.worker.services.validation import check_address
+from legato.worker.services.validation import check_address, check_ticket
 
 if TYPE_CHECKING:
     from legato.worker.call_trace import CallTrace
@@ -107,6 +107,7 @@ class AnswerMoves:
         answer, number, ticket = command.answer, command.number, command.ticket
         if ticket.key.request_id != self._request_id:
             raise invalid("move.ticket.key is of another request")
+        check_ticket("move.ticket", ticket)
         check_address("move.decode_address", command.decode_address)
         move = self._moves.get(answer)
         failed = worker_pb2.MoveFailed(answer=answer, number=number)

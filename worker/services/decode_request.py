@@ -12,6 +12,7 @@ from legato.worker.services.errors import invalid
 from legato.worker.services.validation import (
     MAX_ANSWERS,
     check_cache_salt,
+    check_eos_token_ids,
     check_lengths,
     check_token_ids,
     read_num_answers,
@@ -52,7 +53,7 @@ class DecodeRequest:
         if identity.role == "decode" and num_emitted + 1 >= params.max_tokens:
             raise _nothing_left(num_emitted, params.max_tokens)
         check_token_ids("token_ids", reserve.token_ids, vocab_size)
-        check_token_ids("eos_token_ids", reserve.eos_token_ids, vocab_size)
+        check_eos_token_ids(reserve.eos_token_ids, vocab_size)
         check_cache_salt(reserve.cache_salt)
         num_answers = read_num_answers(reserve.num_answers)
         if num_answers > 1 and num_emitted > 0:

@@ -23,7 +23,9 @@ from legato.worker.services.prefill_call import PrefillCall
 from legato.worker.services.validation import (
     check_address,
     check_cache_salt,
+    check_eos_token_ids,
     check_lengths,
+    check_ticket,
     check_token_ids,
     read_key,
     read_num_answers,
@@ -100,7 +102,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             num_tokens, request.num_prompt_tokens, params.max_tokens, self._identity.context_length
         )
         check_token_ids("token_ids", request.token_ids, vocab_size)
-        check_token_ids("eos_token_ids", request.eos_token_ids, vocab_size)
+        check_eos_token_ids(request.eos_token_ids, vocab_size)
         check_cache_salt(request.cache_salt)
         block_size = self._identity.kv_shape.block_size
         num_blocks = blocks_for(num_tokens, block_size)
@@ -113,6 +115,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         if request.HasField("ticket"):
             if read_key(request.ticket.key) != key:
                 raise invalid("ticket.key is not the request's key")
+            check_ticket("ticket", request.ticket)
             check_address("decode_address", request.decode_address)
         progress = None
         if request.HasField("ticket"):

@@ -11,7 +11,7 @@ from legato.worker.handoff.handoff_error import HandoffError
 from legato.worker.mailbox import BrokenEvent, TokenEvent
 from legato.worker.services.errors import invalid, no_usable_logits
 from legato.worker.services.messages import first_token_message
-from legato.worker.services.validation import check_address
+from legato.worker.services.validation import check_address, check_ticket
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -95,6 +95,7 @@ class PrefillCall:
             raise invalid("retarget came to a call whose request has no ticket")
         if retarget.ticket.key.request_id != self._request_id:
             raise invalid("retarget.ticket.key is of another request")
+        check_ticket("retarget.ticket", retarget.ticket)
         check_address("retarget.decode_address", retarget.decode_address)
         self._handoff.cancel()  # nothing to one that is over
         self._num_retargets += 1

@@ -12,13 +12,17 @@ from legato.worker.sampling_params import SamplingParams
 from legato.worker.services.errors import invalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from legato.protos import worker_pb2
 
 MAX_REQUEST_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
+MAX_WORKER_ID_BYTES = 256
+MAX_STOP_STRINGS = 16  # which are the router's matter
+MAX_STOP_BYTES = 4096
 MAX_STOP_TOKEN_IDS = 64
+MAX_EOS_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
@@ -51,6 +55,22 @@ def read_key(key: worker_pb2.AttemptKey) -> AttemptKey:
     return AttemptKey(key.request_id, key.attempt)
 
 
+def check_ticket(field: str, ticket: worker_pb2.KvTicket) -> None:
+    """Raises CallError where it names a request or a worker that no worker would."""
+    size = len(ticket.worker_id.encode())
+    if size > MAX_WORKER_ID_BYTES:
+        raise invalid(f"{field}.worker_id has {size} bytes, limit {MAX_WORKER_ID_BYTES}")
+    size = len(ticket.key.request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        raise invalid(f"{field}.key.request_id has {size} bytes, limit {MAX_REQUEST_ID_BYTES}")
+
+
+def check_eos_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises CallError where there are too many, or one is outside the vocabulary."""
+    _check_count("eos_token_ids", len(token_ids), MAX_EOS_TOKEN_IDS)
+    check_token_ids("eos_token_ids", token_ids, vocab_size)
+
+
 def check_address(field: str, address: str) -> None:
     """Raises CallError where it is empty or long: it is repeated in sentences and logs. What it is
     beyond that, connecting tells.
@@ -71,6 +91,12 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
 
 def read_sampling(message: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """Raises CallError where a field is not set or out of its range."""
+    _check_count("sampling.stop", len(message.stop), MAX_STOP_STRINGS)
+    for stop in message.stop:
+        if (size := len(stop.encode())) > MAX_STOP_BYTES:
+            raise invalid(f"sampling.stop has one of {size} bytes, limit {MAX_STOP_BYTES}")
+    _check_count("sampling.stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_count("sampling.logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
     try:
         params = SamplingParams.from_proto(message)
     except ValueError as error:
@@ -92,16 +118,7 @@ def read_sampling(message: common_pb2.SamplingParams, vocab_size: int) -> Sampli
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise invalid(f"sampling.{name} is {count}, limit [0, {MAX_LOGPROBS}]")
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid(
-            f"sampling.stop_token_ids has {len(params.stop_token_ids)} ids, "
-            f"limit {MAX_STOP_TOKEN_IDS}"
-        )
     check_token_ids("sampling.stop_token_ids", params.stop_token_ids, vocab_size)
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise invalid(
-            f"sampling.logit_bias has {len(params.logit_bias)} entries, limit {MAX_LOGIT_BIAS}"
-        )
     check_token_ids("sampling.logit_bias", params.logit_bias, vocab_size)
     for token_id, bias in params.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
@@ -151,3 +168,8 @@ def read_priority(priority: common_pb2.Priority.ValueType) -> Priority:
         return _PRIORITIES[priority]
     except KeyError:
         raise invalid(f"priority is {priority}, limit [0, {max(_PRIORITIES)}]") from None
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise invalid(f"{field} has {count} entries, limit {limit}")

@@ -1,0 +1,76 @@
+"""Requests that nobody should send, by the hundred thousand, against real workers.
+
+At full size: `make fuzz`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from local_service import LocalService, collect, request
+from request_fuzz import fuzz
+from tiny_models import make_llama_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from local_service import Answer
+
+pytestmark = pytest.mark.integration
+
+FULL = os.environ.get("LEGATO_FUZZ") == "full"
+NUM_REQUESTS = int(os.environ.get("LEGATO_FUZZ_REQUESTS", "100000" if FULL else "600"))
+SEED = int(os.environ.get("LEGATO_FUZZ_SEED", "1"))
+GROWTH, SLACK_BYTES = 0.1, 32 << 20  # of memory, between a quarter of the run and its end
+
+
+def private_bytes(pid: int) -> int:
+    """Of a process; what it shares, such as libraries, grows with what happens to be read."""
+    memory = psutil.Process(pid).memory_full_info()
+    return int(memory.uss + memory.swap)
+
+
+async def canary(service: LocalService) -> Answer:
+    return await collect(
+        service.generation.Generate(
+            request("the canary", max_tokens=16, ignore_eos=True), timeout=20
+        )
+    )
+
+
+@pytest.mark.timeout(3600 if FULL else 300)
+async def test_nothing_crashes_sticks_leaks_or_goes_unexplained(tmp_path: Path) -> None:
+    folder = make_llama_folder(tmp_path / "tiny")
+    async with LocalService(folder, worker_args=("--kv-memory", "16MiB")) as service:
+        before = await canary(service)
+        pids = {"router": os.getpid(), **{w.worker_id: w.pid for w in service.workers}}
+        at_quarter: dict[str, int] = {}
+
+        def after(num_done: int) -> None:
+            if num_done == NUM_REQUESTS // 4:
+                gc.collect()
+                at_quarter.update({name: private_bytes(pid) for name, pid in pids.items()})
+            if FULL and num_done % 10_000 == 0:
+                print(num_done, flush=True)
+
+        tally = await fuzz(service.channel, SEED, NUM_REQUESTS, after=after)
+        print(dict(tally.codes))
+        assert tally.faults == []
+        assert tally.codes.total() == NUM_REQUESTS
+        assert tally.codes["INVALID_ARGUMENT"] > NUM_REQUESTS / 4
+        await service.wait_idle()
+        assert service.router.counters.failed == 0
+        assert service.control.lost == []
+        assert all(worker.process.process.poll() is None for worker in service.workers)
+        assert (await canary(service)).token_ids == before.token_ids
+        await service.wait_idle()
+        gc.collect()
+        for name, pid in pids.items():
+            grown = private_bytes(pid) - at_quarter[name]
+            told = f"{at_quarter[name] >> 20} MiB at a quarter, {grown >> 20} MiB more at the end"
+            print(f"{name}: {told}")
+            assert grown < GROWTH * at_quarter[name] + SLACK_BYTES, name
