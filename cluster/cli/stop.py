@@ -57,17 +57,20 @@ def stop(
         stub.Shutdown(cluster_pb2.ShutdownRequest(drain_timeout_s=drain), timeout=CALL_TIMEOUT_S)
     began_s, bound_s = time.monotonic(), drain + STOP_SLACK_S
     deadline_s = began_s + bound_s
-    num_running = now.router.in_flight + now.router.queued
+    num_running, was_cut = now.router.in_flight + now.router.queued, False
     while (open_ := is_open(where, 1.0)) or _lives(owner):
         if time.monotonic() > deadline_s:
             what = f"{where} still accepts connections" if open_ else ""
             if owner is not None and _lives(owner):
                 what = f"process {owner.pid} still runs"
             raise ServiceError(f"the service did not end within {bound_s:g} s: {what}")
-        if open_ and time.monotonic() - began_s < drain:
+        # The port closes when all have ended, or when the drain is over and the rest is cut.
+        is_over = time.monotonic() - began_s >= drain
+        was_cut |= open_ and is_over
+        if open_ and not is_over:
             num_running = _num_running(where, num_running)
         time.sleep(POLL_S)
-    cut = num_running if time.monotonic() - began_s >= drain else 0
+    cut = num_running if was_cut or not drain else 0
     requests = "request was" if cut == 1 else "requests were"
     print(f"stopped; {cut} running {requests} cut after {drain:g} s" if cut else "stopped")
 

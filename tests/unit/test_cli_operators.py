@@ -174,6 +174,16 @@ def test_stop_says_how_many_requests_were_cut(
     assert capsys.readouterr().out == told
 
 
+def test_stop_takes_a_slow_end_of_the_process_for_no_cut(
+    monkeypatch: pytest.MonkeyPatch, cluster: CannedCluster, capsys: Captured
+) -> None:
+    ended_s = time.monotonic() + 1.0
+    monkeypatch.setattr(stop_command, "_lives", lambda _: time.monotonic() < ended_s)
+    assert run(monkeypatch, cluster, "stop", "--drain", "0.7") == 0  # the port closes after 0.2 s
+    assert time.monotonic() >= ended_s
+    assert capsys.readouterr().out == "stopped\n"
+
+
 def test_stop_counts_those_that_are_left_when_the_drain_is_over(
     monkeypatch: pytest.MonkeyPatch, cluster: CannedCluster, capsys: Captured
 ) -> None:
