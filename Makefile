@@ -26,7 +26,7 @@ test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: 
 
 # Without Ray: with these the lanes take about the same time.
 IN_LANE_ALONE := $(addprefix tests/integration/test_,service.py tokens_equal.py hostile.py pools.py pools_of_two_dtypes.py broken_logits_served.py) \
-  $(wildcard tests/faults/test_cancel_table*.py) $(addprefix tests/faults/test_,handoff_matrix.py moves_table.py random_cancels.py)
+  $(wildcard tests/faults/test_cancel_table*.py) tests/faults/test_random_cancels.py
 
 lane-alone: # What `unit` runs and more, beside the other lane
 	@$(BIN)/python -m pytest -q tests/unit tests/kernels $(IN_LANE_ALONE)

@@ -36,3 +36,15 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> li
         pad_token_id=0,
     )
     return [int(token) for token in output[0, ids.shape[1] :]]
+
+
+def greedy_after_each(
+    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]
+) -> list[int]:
+    """The token that greedy decoding adds to the prompt and each beginning of the answer: one
+    forward pass. It is the answer just where `greedy` would have made that.
+    """
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(prompt) - 1 :]
+    return [int(token) for token in logits.argmax(-1)]

@@ -227,5 +227,5 @@ async def test_a_load_that_fits_is_refused_nothing() -> None:
 
 
 async def test_without_deadlines_the_queue_takes_what_its_bounds_allow() -> None:
-    figures = await flood(1, seconds=20.0, batch_share=0.0, patience_s=(600.0, 600.0))
+    figures = await flood(1, seconds=8.0, batch_share=0.0, patience_s=(600.0, 600.0))
     assert figures.refused == []
