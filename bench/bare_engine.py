@@ -16,6 +16,7 @@ import torch
 
 from legato.bench.model_cost import ModelCost
 from legato.bench.workload import RequestTimes
+from legato.worker.guide_masks import GuideMasks
 from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.kv_budget import KvBudget
@@ -32,6 +33,7 @@ from legato.worker.scheduling.prefill import PrefillScheduler
 from legato.worker.sequence import Sequence
 
 if TYPE_CHECKING:
+    from legato.text.guide_matcher import GuideMatcher
     from legato.worker.config import WorkerConfig
     from legato.worker.scheduling.step import Scheduler, Step
 
@@ -111,12 +113,21 @@ class BareEngine:
         self.product_dtype = "int8" if quantized else str(self.dtype).removeprefix("torch.")
         self._chunk_tokens = config.prefill_chunk_tokens
         self._cache, self._pool = node.cache, node.pool
+        self.guides = node.guides
+        self._masks = GuideMasks()
         self._runner = ModelRunner(loaded.model, node.cache, loaded.device, config.max_batch_size)
         self.cost = ModelCost.of(self.model, node.cache.shape.bytes_per_token)
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], num_at_once: int, max_tokens: int) -> Run:
-        """Answers the prompts, at most `num_at_once` at a time, greedily and to the last token.
+    def run(
+        self,
+        prompts: list[list[int]],
+        num_at_once: int,
+        max_tokens: int,
+        guides: list[GuideMatcher] | None = None,
+    ) -> Run:
+        """Answers the prompts, at most `num_at_once` at a time, greedily and to the last token. The
+        first prompts keep to `guides`.
 
         Raises:
             ValueError: the model's context or the cache is too small, or its logits are broken.
@@ -126,13 +137,14 @@ class BareEngine:
         prefill = PrefillScheduler(self._pool, size, self._chunk_tokens)
         ledger = CapacityLedger(self._pool, size, AdmissionRule(AdmissionMode.RESERVE))
         decode = CapacityScheduler(self._pool, ledger, num_at_once)
-        waiting = deque(prompts)
+        waiting, guiding = deque(prompts), deque(guides or ())
         requests: list[_Request] = []
         under_way: dict[Sequence, _Request] = {}
         steps: list[StepTime] = []
         while waiting or under_way:
             while waiting and len(under_way) < num_at_once:
                 sequence = _sequence(waiting.popleft(), max_tokens)
+                sequence.guide = guiding.popleft() if guiding else None
                 requests.append(_Request(time.perf_counter()))
                 under_way[sequence] = requests[-1]
                 prefill.add(sequence)
@@ -162,11 +174,17 @@ class BareEngine:
     ) -> tuple[list[Sequence], float]:
         """Runs and commits; ended requests leave. Returns those that go on, and the seconds."""
         started_s = time.perf_counter()
-        logits = self._runner.forward(step)
         sampling = [part.sequence for part in step.parts if part.samples]
-        sampled = (
-            sample(logits, [SamplingRow.of(sequence) for sequence in sampling]) if sampling else []
-        )
+        pending = self._masks.begin(sampling)
+        logits = self._runner.forward(step)
+        masks = pending.collect() if pending is not None else {}
+        rows = []
+        for sequence in sampling:
+            mask = masks.get(sequence)
+            if isinstance(mask, ValueError):
+                raise mask
+            rows.append(SamplingRow.of(sequence, allowed=mask))
+        sampled = sample(logits, rows) if sampling else []
         scheduler.commit(step)
         scheduler.settle(step)
         now_s = time.perf_counter()
@@ -213,6 +231,7 @@ class BareEngine:
             num_computed=rows,
             lease=BlockLease(self._pool, bound),
             claim=claim,
+            guide=prefilled.guide,
         )
 
     def _check(self, context_tokens: int, num_at_once: int) -> None:

@@ -23,6 +23,13 @@ MAX_SCHEMA_DEPTH = 64
 # each be absent: seconds and a gigabyte for 10,000 of them. These are such parts, or may be.
 MAX_REPETITIONS = 256
 _REPETITION = re.compile(r'[*+?]|\{\s*\d|\(\||\|\||\|\)|"multipleOf"')
+_MULTIPLE_COST, _BOTH_COST, _NAMES_COST = 2, 4, 8
+# It goes as deep into rules and references as they lead: 1,000 may end the process.
+MAX_REFERENCES = 256
+_REFERENCE = {
+    "json_schema": re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"'),
+    "grammar": re.compile(":"),
+}
 _LARK_REPETITION = re.compile(rf"{_REPETITION.pattern}|[\[~]")
 # Models are known to write white space without end where a schema lets them.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
@@ -62,6 +69,13 @@ class Guide:
                 text = str(getattr(message, kind))
                 if not text:
                     raise ValueError(f"{_FIELD}.{kind} is empty, limit at least 1 character")
+                if kind in _REFERENCE:
+                    num_references = len(_REFERENCE[kind].findall(text))
+                    if num_references > MAX_REFERENCES:
+                        what = "rules" if kind == "grammar" else "references"
+                        raise ValueError(
+                            f"{_FIELD}.{kind} has {num_references} {what}, limit {MAX_REFERENCES}"
+                        )
                 if kind == "json_schema":
                     count = _checked_schema(text)
                 else:
@@ -136,9 +150,15 @@ def _num_repetitions(value: object) -> int:
     if not isinstance(value, dict):
         return 0
     patterns = [value.get("pattern")]
+    count = _MULTIPLE_COST if "multipleOf" in value else 0
+    # What has to hold at once is made one automaton: its size is a product.
+    if isinstance(several := value.get("allOf"), list):
+        count += _BOTH_COST * len(several)
+    if "$ref" in value and len(value) > 1:
+        count += _BOTH_COST
     if isinstance(named := value.get("patternProperties"), dict):
+        count += _NAMES_COST * len(named)
         patterns += named
-    count = 2 if "multipleOf" in value else 0
     count += sum(len(_REPETITION.findall(p)) for p in patterns if isinstance(p, str))
     return count + sum(map(_num_repetitions, value.values()))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from legato.text.guide_matcher import GuideMatcher, clear_bit, reason_of
+from legato.text.guide_probe import GRAMMAR_LIMITS, probe_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,20 +20,7 @@ if TYPE_CHECKING:
     from legato.text.guide import Guide
     from legato.text.guide_vocabulary import GuideVocabulary
 
-# They bound the time (a quarter of a second to compile, milliseconds for a mask) and the memory
-# (some 20 MB for an answer) of what a guide may ask for.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=50_000,
-    verbose_errors=False,
-)
 MAX_CHECKED = 64  # of those used last
-# Where compiling takes longer in spite of all limits, who asked is told so by then.
-COMPILE_TIMEOUT_S = 2.0
-_NUM_THREADS = 2
 
 
 class GuideBook:
@@ -44,13 +31,19 @@ class GuideBook:
     lexer, and with them the bound on these: one answer's end would depend on others.
     """
 
-    def __init__(self, load: Callable[[], GuideVocabulary]) -> None:
-        """`load` may take a second. Its ValueError is passed on, each time."""
+    def __init__(
+        self,
+        load: Callable[[], GuideVocabulary],
+        probe: Callable[[str], None] = probe_grammar,
+    ) -> None:
+        """`load` may take a second. Its ValueError is passed on, each time. `probe` is asked
+        before a grammar is compiled in this process.
+        """
         self._load = load
         self._vocabulary: GuideVocabulary | None = None
         self._grammars: OrderedDict[Guide, str] = OrderedDict()  # those that were found to be well
         self._lock = threading.Lock()
-        self._compiling = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="guides")
+        self._probe = probe
 
     def open(
         self,
@@ -61,7 +54,8 @@ class GuideBook:
         ignore_eos: bool,
     ) -> GuideMatcher:
         """A matcher at the start of an answer that ends with these tokens. Takes a millisecond as
-        a rule, at most half a second, and a second more the first time.
+        a rule, a second at most; a tenth more for a guide that is new here, and a second more the
+        first time.
 
         Raises:
             ValueError: naming the field and what is wrong: the guide does not compile, no text
@@ -81,15 +75,7 @@ class GuideBook:
                 "token in sampling.stop_token_ids: nothing could end the answer"
             )
         if grammar is None:
-            compiling = self._compiling.submit(_checked, guide, vocabulary)
-            try:
-                grammar = compiling.result(COMPILE_TIMEOUT_S)
-            except TimeoutError:
-                compiling.cancel()
-                raise ValueError(
-                    f"{guide.field} takes longer to compile than the limit of "
-                    f"{COMPILE_TIMEOUT_S:g} s"
-                ) from None
+            grammar = _checked(guide, vocabulary, self._probe)
         with self._lock:
             self._grammars[guide] = grammar
             self._grammars.move_to_end(guide)
@@ -102,10 +88,11 @@ class GuideBook:
         return GuideMatcher(vocabulary, matcher, first, ends, ignore_eos=ignore_eos)
 
 
-def _checked(guide: Guide, vocabulary: GuideVocabulary) -> str:
+def _checked(guide: Guide, vocabulary: GuideVocabulary, probe: Callable[[str], None]) -> str:
     """Its grammar, by which at least one token may come first."""
     try:
         grammar = guide.grammar()
+        probe(grammar)
     except ValueError as error:
         raise ValueError(f"{guide.field}: {reason_of(str(error))}") from None
     begin = _compiled(guide, grammar, vocabulary.first_tokenizer or vocabulary.tokenizer)
@@ -123,7 +110,7 @@ def _checked(guide: Guide, vocabulary: GuideVocabulary) -> str:
 
 
 def _compiled(guide: Guide, grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
     if matcher.is_error():
         raise ValueError(f"{guide.field}: {reason_of(matcher.get_error())}")
     return matcher

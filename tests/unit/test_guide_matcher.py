@@ -30,7 +30,9 @@ class Model:
         """`beyond`: how many logits more, or fewer, than the tokenizer has ids."""
         self.text = ModelText.load(path)
         self.vocab_size = self.text.num_tokens + beyond
-        self.book = GuideBook(lambda: GuideVocabulary.load(path, self.vocab_size))
+        self.book = GuideBook(
+            lambda: GuideVocabulary.load(path, self.vocab_size), probe=lambda _: None
+        )
         self.eos = self.text.eos_token_ids
 
 

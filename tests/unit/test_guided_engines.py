@@ -39,7 +39,7 @@ def model() -> Model:
 def book(tmp_path_factory: pytest.TempPathFactory) -> GuideBook:
     folder = tmp_path_factory.mktemp("text")
     write_byte_tokenizer(folder)
-    return GuideBook(lambda: GuideVocabulary.load(folder, VOCAB_SIZE))
+    return GuideBook(lambda: GuideVocabulary.load(folder, VOCAB_SIZE), probe=lambda _: None)
 
 
 def crowd() -> list[Request]:
