@@ -10,7 +10,7 @@ from serve_configs import note_configs
 from typer.testing import CliRunner
 
 from legato.cluster.actors.plans import RouterPlan
-from legato.cluster.cli.main import app
+from legato.cluster.cli.main import build_app
 from legato.cluster.config import RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 from legato.cluster.router_ports import check_port, http_ports
@@ -35,7 +35,7 @@ def test_the_options(
     monkeypatch: pytest.MonkeyPatch, words: Sequence[str], port: int | None
 ) -> None:
     configs = note_configs(monkeypatch)
-    result = CliRunner().invoke(app, ["serve", "--model", "m", *words])
+    result = CliRunner().invoke(build_app(), ["serve", "--model", "m", *words])
     assert result.exit_code == 0, result.output
     [config] = configs
     assert config.router.http_port == port

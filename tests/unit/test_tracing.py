@@ -27,7 +27,7 @@ from router_service import (
 from typer.testing import CliRunner
 from worker_pair import Worker, running_worker, sampling
 
-from legato.cluster.cli.main import app
+from legato.cluster.cli.main import build_app
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
@@ -277,7 +277,7 @@ def test_an_endpoint_is_read() -> None:
     ],
 )
 def test_the_command_refuses_what_cannot_be_traced(words: list[str], said: str) -> None:
-    result = CliRunner().invoke(app, ["serve", "--model", "demo", *words])
+    result = CliRunner().invoke(build_app(), ["serve", "--model", "demo", *words])
     assert result.exit_code == 2
     assert said in result.output
 
@@ -285,6 +285,6 @@ def test_the_command_refuses_what_cannot_be_traced(words: list[str], said: str) 
 def test_the_command_names_the_missing_extra_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     words = ["serve", "--model", "demo", "--otlp-endpoint", "collector:4317"]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(build_app(), words)
     assert result.exit_code == 2
     assert "legato[otlp]" in result.output.replace("\n", "")
