@@ -16,25 +16,6 @@ from legato.cluster.text.model_text import ModelText
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from legato.protos import worker_pb2
-
-
-class ScoringWorker(FakeWorker):
-    """One that scores prompts, too."""
-
-    def _first_token(
-        self, request: worker_pb2.PrefillRequest | worker_pb2.Reserve, num_answers: int
-    ) -> worker_pb2.FirstToken:
-        first = super()._first_token(request, num_answers)
-        if request.sampling.HasField("prompt_logprobs"):
-            num_scored, k = request.num_prompt_tokens - 1, request.sampling.prompt_logprobs
-            scored = first.prompt_logprobs
-            scored.SetInParent()
-            scored.logprobs.extend([-1.0] * num_scored)
-            scored.top_token_ids.extend(list(range(k)) * num_scored)
-            scored.top_logprobs.extend([-1.0] * (k * num_scored))
-        return first
-
 
 class TextService:
     """`async with TextService(folder) as service:` is ready to be asked."""
@@ -44,8 +25,8 @@ class TextService:
         self.text = ModelText.load(folder)
         self.options = options or RouterOptions(port=0, local_prefill_tokens=0)
         self.workers = [
-            ScoringWorker("prefill", total_blocks=256),
-            ScoringWorker("decode", total_blocks=256),
+            FakeWorker("prefill", total_blocks=256),
+            FakeWorker("decode", total_blocks=256),
         ]
         self.control = FakeControl()
 
