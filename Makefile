@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers protos protos-check protos-release ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -122,13 +122,17 @@ $(MODEL_STAMP): | $(STAMP)
 ns: # The link tree by which type checkers and protoc see the folders as `legato.*`
 	@mkdir -p build/ns/legato && for d in $(PKGS); do ln -sfn ../../../$$d build/ns/legato/$$d; done
 
-protos: $(STAMP) ns ## Regenerate the gRPC code from protos/*.proto
+protos: $(STAMP) ns ## Regenerate the gRPC code and the API reference from protos/*.proto
 	@$(BIN)/python -m grpc_tools.protoc -Ilegato/protos=protos \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=$(PROTOC_OUT) --grpc_python_out=$(PROTOC_OUT) --mypy_out=$(PROTOC_OUT) --mypy_grpc_out=$(PROTOC_OUT) \
 	  $(patsubst %,legato/%,$(wildcard protos/*.proto))
+	@$(BIN)/python docs/api_reference.py docs/api-reference.md
 
-protos-check: $(STAMP) ## Fail where the checked-in gRPC code is not what the protos say
+protos-release: $(STAMP) ns ## Keep the protos as released: later ones are checked for breaking them
+	@$(BIN)/buf build --exclude-source-info --output protos/released.binpb
+
+protos-check: $(STAMP) ## buf lint and breaking; fail where generated code or reference is not what the protos say
 	@echo "[legato] protos"
 	@$(BIN)/python -m pytest -q tests/unit/test_protos.py
 

@@ -13,6 +13,7 @@ from legato.cluster.admit_policy import (
     QueueSnapshot,
     Work,
 )
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError
 from legato.cluster.flow_meter import FlowMeter
 from legato.cluster.service_times import ServiceTimes
@@ -103,4 +104,5 @@ def refused(refusal: Refusal) -> RequestError:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",
         retry_after_ms=int(refusal.retry_s * 1000),
+        reason=Reason.TOO_LATE if refusal.too_late else Reason.OVERLOADED,
     )

@@ -93,6 +93,7 @@ class Refusal:
 
     reason: str
     retry_s: float
+    too_late: bool = False  # for its deadline; else too many wait
 
 
 def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace) -> Refusal | None:
@@ -195,6 +196,7 @@ def _check_deadline(
         f"{own.deadline} cannot be met: {own.left_s:.3g} s are left, and about "
         f"{wait_s + service_s:.3g} s are needed, {wait_s:.3g} s of them in the queue",
         _retry_s(over_s),
+        too_late=True,
     )
 
 

@@ -99,8 +99,10 @@ class AnswerLife:
         """The delta that the next tokens make, and the ending where they are the last.
 
         `reason`: why they are, by the worker's word; None where it has more. A stop string outranks
-        it; a stop token is named as text.
+        it; a stop token is named as text. Where the prompt is all that is wanted, nothing is new.
         """
+        if self.spec.prompt_only:
+            return generation_pb2.Delta(), Ending(common_pb2.FINISH_REASON_LENGTH)
         delta = self.answer.take(tokens, finished=reason is not None)
         if self.answer.stopped_by is not None:
             return delta, Ending(common_pb2.FINISH_REASON_STOP, self.answer.stopped_by)

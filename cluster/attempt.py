@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from legato.cluster.answer import Ending
     from legato.cluster.answer_life import AnswerLife, Group
     from legato.cluster.attempt_placement import Placement
-    from legato.cluster.policies import Demand
     from legato.cluster.request_life import RequestLife
     from legato.protos import generation_pb2
 
@@ -92,7 +91,7 @@ class Attempt:
         if placement.decode is not None:
             enter(group.values(), Phase.TICKET)
             self._decode = DecodeCall(placement.decode, life.seconds_left())
-            reserve = _reserve(placement.demand, group, request)
+            reserve = _reserve(placement, group, request)
             request.ticket.CopyFrom(await self._decode.reserve(reserve))
             request.decode_address = placement.decode.endpoint.address
             placement.granted()
@@ -143,7 +142,10 @@ class Attempt:
     def _is_short(self, request: worker_pb2.PrefillRequest, limit: int) -> bool:
         """Whether the decode worker lacks the KV of so few tokens of the only answer's prompt."""
         uncached = len(request.token_ids) - request.ticket.cached_tokens
-        return request.HasField("ticket") and request.num_answers == 1 and uncached <= limit
+        # Where the decode worker has KV already there would be no logits of the prompt.
+        scored = request.sampling.HasField("prompt_logprobs")
+        may_be = request.HasField("ticket") and request.num_answers == 1 and not scored
+        return may_be and uncached <= limit
 
     def _is_local(self, request: worker_pb2.PrefillRequest) -> bool:
         placement, life = self._placement, self._life
@@ -179,6 +181,7 @@ class Attempt:
         self, first: worker_pb2.FirstToken, worker_id: str
     ) -> tuple[dict[int, int], News]:
         """The tokens of the answers that go on, by their number, and what is to be told."""
+        self._life.prompt_logprobs.take(first)
         tokens: dict[int, int] = {}
         news: News = []
         begun = tuple(self._group.items())[: len(first.answers)]
@@ -232,7 +235,7 @@ class Attempt:
 
 def _prefill_request(life: RequestLife, group: Group) -> worker_pb2.PrefillRequest:
     spec, first = life.spec, group[0]
-    return worker_pb2.PrefillRequest(
+    request = worker_pb2.PrefillRequest(
         key=worker_pb2.AttemptKey(request_id=spec.request_id, attempt=life.tries),
         token_ids=first.token_ids,
         num_prompt_tokens=len(spec.prompt_token_ids),
@@ -241,20 +244,26 @@ def _prefill_request(life: RequestLife, group: Group) -> worker_pb2.PrefillReque
         cache_salt=spec.cache_salt,
         num_answers=len(group),
     )
+    life.prompt_logprobs.ask(request.sampling)
+    return request
 
 
 def _reserve(
-    demand: Demand, group: Group, request: worker_pb2.PrefillRequest
+    placement: Placement, group: Group, request: worker_pb2.PrefillRequest
 ) -> worker_pb2.Reserve:
-    return worker_pb2.Reserve(
+    batch = placement.demand.batch
+    reserve = worker_pb2.Reserve(
         key=request.key,
         token_ids=request.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
         eos_token_ids=request.eos_token_ids,
         cache_salt=request.cache_salt,
-        priority=common_pb2.PRIORITY_BATCH if demand.batch else common_pb2.PRIORITY_INTERACTIVE,
+        priority=common_pb2.PRIORITY_BATCH if batch else common_pb2.PRIORITY_INTERACTIVE,
         arrival=group[0].entry.arrival,
         num_preemptions=group[0].num_preemptions,
         num_answers=request.num_answers,
     )
+    if not placement.is_colocated:  # it does not compute the prompt
+        reserve.sampling.ClearField("prompt_logprobs")
+    return reserve

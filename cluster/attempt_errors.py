@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError
 from legato.protos.kv_lapsed import KV_LAPSED
 from legato.protos.never_retry import NEVER_RETRY
@@ -94,7 +95,9 @@ def meaning_of(
     """What the status with which a worker ended a call says of the attempt."""
     text, trailers = printable(details or ""), tuple(trailers)
     if NEVER_RETRY in trailers:
-        return RequestError(code, text or code.name)
+        broken = code is grpc.StatusCode.INTERNAL
+        reason = Reason.BROKEN_LOGITS if broken else None
+        return RequestError(code, text or code.name, reason=reason)
     if KV_LAPSED in trailers:
         return KvLapsedError(view, text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

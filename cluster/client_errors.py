@@ -25,3 +25,13 @@ class CallFailedError(grpc.RpcError):
     def details(self) -> str:
         """One sentence."""
         return self.failure.message
+
+    @property
+    def reason(self) -> str:
+        """For programs, such as INVALID_FIELD; empty where no service has said one."""
+        return self.failure.reason
+
+    @property
+    def remedy(self) -> str:
+        """What can be done, in one sentence; empty as `reason` is."""
+        return self.failure.remedy

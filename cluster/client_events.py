@@ -26,6 +26,8 @@ class Tokens:
     token_ids: tuple[int, ...]
     token_offset: int  # the place of the first of them in the answer
     logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()  # one a token where they were asked for
+    # On the stream's first event, where they were asked for: one a token of the prompt.
+    prompt_logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Finished:
 
     index: int
     finish: generation_pb2.Finish  # usage, timings (those of the router that ended it), stop_reason
+    prompt_logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()  # as in Tokens
 
     @property
     def reason(self) -> FinishReason:
@@ -72,6 +75,7 @@ class Result:
 
     request_id: str
     answers: list[AnswerResult]
+    prompt_logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -86,6 +90,7 @@ class Result:
     def add(self, event: Event) -> None:
         """The next of the stream."""
         answer = self.answers[event.index]
+        self.prompt_logprobs += event.prompt_logprobs
         if isinstance(event, Finished):
             answer.finished = event
             return
@@ -97,7 +102,7 @@ class Result:
 def event_of(response: generation_pb2.GenerateResponse) -> Event:
     """As the message has it."""
     if response.HasField("finish"):
-        return Finished(response.index, response.finish)
+        return Finished(response.index, response.finish, tuple(response.prompt_logprobs))
     delta = response.delta
     return Tokens(
         response.index,
@@ -105,6 +110,7 @@ def event_of(response: generation_pb2.GenerateResponse) -> Event:
         tuple(delta.token_ids),
         delta.token_offset,
         tuple(delta.logprobs),
+        tuple(response.prompt_logprobs),
     )
 
 

@@ -42,6 +42,7 @@ class RequestSettings(TypedDict, total=False):
     min_tokens: int
     logit_bias: Mapping[int, float]
     logprobs: int
+    prompt_logprobs: int
     n: int
     priority: Literal["interactive", "batch"]
     request_id: str

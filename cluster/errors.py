@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.protos.printable import shown as shown  # with the errors it is used in
 
 UNAVAILABLE_RETRY_MS = 1000  # about what a worker or a router needs to come back
@@ -13,8 +14,9 @@ class RequestError(Exception):
     """Carries the status code and the sentence that the client gets.
 
     `retry_after_ms`: when to try again. It goes out in the status details, see
-    `legato.protos.retry_hint`, and as trailing metadata `retry-after-ms`. `is_final`: never, which
-    goes out as `legato.protos.never_retry`.
+    `legato.protos.status_details`, and as trailing metadata `retry-after-ms`. `is_final`: never,
+    which goes out as `legato.protos.never_retry`. `reason`: for programs, and with a remedy; where
+    it is not told, that which the code has where nothing more is said.
     """
 
     def __init__(
@@ -24,8 +26,11 @@ class RequestError(Exception):
         *,
         retry_after_ms: int | None = None,
         is_final: bool = False,
+        reason: Reason | None = None,
     ) -> None:
         super().__init__(message)
+        assert reason is None or reason.code is code, f"{reason} is no reason for {code}"
+        self.reason = reason or Reason.of(code)
         self.is_final = is_final
         self.code = code
         self.message = message
@@ -41,9 +46,11 @@ def invalid(message: str) -> RequestError:
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def unavailable(message: str) -> RequestError:
+def unavailable(message: str, reason: Reason = Reason.NOT_SERVED_NOW) -> RequestError:
     """UNAVAILABLE: `message` names what is missing."""
-    return RequestError(grpc.StatusCode.UNAVAILABLE, message, retry_after_ms=UNAVAILABLE_RETRY_MS)
+    return RequestError(
+        grpc.StatusCode.UNAVAILABLE, message, retry_after_ms=UNAVAILABLE_RETRY_MS, reason=reason
+    )
 
 
 class ServiceError(Exception):

@@ -102,6 +102,24 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             block_size=identity.kv_layout.block_size,
         )
 
+    @with_status
+    async def Tokenize(  # noqa: N802  # named by the proto
+        self,
+        request: generation_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> generation_pb2.TokenizeResponse:
+        """See generation.proto."""
+        return await self._router.tokenize(request)
+
+    @with_status
+    async def Detokenize(  # noqa: N802  # named by the proto
+        self,
+        request: generation_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> generation_pb2.DetokenizeResponse:
+        """See generation.proto."""
+        return await self._router.detokenize(request)
+
 
 class Gateway:
     """Binds the services to a port, and shows in grpc.health.v1 whether requests are served."""

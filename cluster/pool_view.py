@@ -13,7 +13,7 @@ from legato.cluster.cancellation import check_cancellation
 from legato.cluster.identity_check import IdentityMismatchError, check_identity
 from legato.cluster.kv_paths import KvPaths
 from legato.cluster.learnt import Learnt
-from legato.cluster.request import ModelLimits
+from legato.cluster.model_limits import ModelLimits
 from legato.cluster.roles import PAIR, ROLES
 from legato.cluster.worker_view import ViewState, WorkerView
 from legato.protos import common_pb2, worker_pb2

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.errors import invalid, shown
 from legato.cluster.known_fields import check_known_fields
+from legato.cluster.prompt_ids import chat_ids, check_num_messages, text_ids
 from legato.cluster.resumption import parse_resumption
 from legato.cluster.sampling_rules import (
     DEFAULT_MAX_TOKENS,
+    check_prompt_logprobs,
     check_sampling,
     check_token_ids,
     complete_sampling,
@@ -22,33 +24,16 @@ from legato.protos import common_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from legato.cluster.model_limits import ModelLimits
     from legato.cluster.resumption import Resumption
     from legato.cluster.text.model_text import ModelText
     from legato.protos import generation_pb2
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
-MAX_MESSAGES = 1024
 MAX_N = 128
 NUM_SEEDS = 2**63
 _PRIORITIES = ", ".join(common_pb2.Priority.keys())
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What the ready workers can hold; the capacities are those of the largest worker."""
-
-    context_length: int
-    vocab_size: int
-    prefill_kv_tokens: int
-    decode_kv_tokens: int
-    decode_block_size: int
-
-    def decode_rows(self, num_prompt: int, num_answers: int) -> int:
-        """Rows of KV that each answer may have at its end; they share the prompt's full blocks."""
-        blocks, size = self.decode_kv_tokens // self.decode_block_size, self.decode_block_size
-        shared = num_prompt // size if num_answers > 1 else 0
-        return (shared + max(0, blocks - shared) // num_answers) * size
 
 
 @dataclass(frozen=True)
@@ -64,6 +49,10 @@ class RequestSpec:
     cache_salt: str
     num_answers: int = 1
     resumed: Resumption | None = None  # the stream is the rest of one that broke
+    prompt_logprobs: int | None = (
+        None  # still to be told: of each prompt token, and the k best there
+    )
+    prompt_only: bool = False  # a token is drawn, for a prompt's worker draws one, and is not told
 
     @property
     def max_tokens(self) -> int:
@@ -129,7 +118,7 @@ def parse_request(
         RequestError: the status and a sentence naming field, value and limit.
     """
     # Before every message is looked into.
-    _check_num_messages(request.messages.messages, least=0)
+    check_num_messages(request.messages.messages, least=0)
     check_known_fields(request)
     request_id = _request_id(request.request_id)
     _check_printable("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
@@ -140,6 +129,9 @@ def parse_request(
     resumed = parse_resumption(request, num_answers, limits.vocab_size)
     asked = request.sampling if resumed is None else resumed.settle(request.sampling)
     prompt = _prompt(request, text, limits)
+    check_prompt_logprobs(asked, len(prompt))
+    told = resumed is not None and resumed.has_begun
+    wants_scores = asked.HasField("prompt_logprobs") and not told
     if resumed is not None and resumed.max_tokens is not None:
         max_tokens = _kept_max_tokens(resumed.max_tokens, len(prompt), limits)
     else:
@@ -156,6 +148,8 @@ def parse_request(
         cache_salt=request.cache_salt,
         num_answers=num_answers,
         resumed=resumed,
+        prompt_logprobs=asked.prompt_logprobs if wants_scores else None,
+        prompt_only=request.sampling.HasField("max_tokens") and not request.sampling.max_tokens,
     )
 
 
@@ -183,62 +177,25 @@ def _prompt(
     request: generation_pb2.GenerateRequest, text: ModelText, limits: ModelLimits
 ) -> Sequence[int]:
     """Token ids of the prompt, within context and prefill pool."""
-    # Refused before tokenising: no token stands for more characters than this.
-    max_chars = limits.context_length * text.max_chars_per_token
+    special = request.parse_special_tokens
     match request.WhichOneof("prompt"):
         case "text":
-            if not request.text:
-                raise invalid("text is empty, limit at least 1 token")
-            _check_chars("text", len(request.text), max_chars, limits)
-            prompt: Sequence[int] = text.encode_text(
-                request.text, parse_special_tokens=request.parse_special_tokens
+            prompt: Sequence[int] = text_ids(
+                request.text, text, limits, parse_special_tokens=special
             )
-            if not prompt:
-                raise invalid(f"text is {shown(request.text)} and has no token, limit at least 1")
         case "token_ids":
             prompt = request.token_ids.ids
             if not prompt:
                 raise invalid("token_ids is empty, limit at least 1 token")
         case "messages":
             messages = request.messages.messages
-            _check_messages(messages, text)
-            _check_chars("messages", sum(len(m.content) for m in messages), max_chars, limits)
-            prompt = text.encode_chat(
-                messages,
-                parse_special_tokens=request.parse_special_tokens,
-                max_chars=max_chars,
-            )
+            prompt = chat_ids(messages, text, limits, parse_special_tokens=special)
         case _:
             raise invalid("prompt is not set, limit exactly one of text, token_ids, messages")
     _check_length(len(prompt), limits)
-    # Of a text, an id outside means that the tokenizer is larger than the model.
-    check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits.vocab_size)
+    if request.HasField("token_ids"):
+        check_token_ids("token_ids", prompt, limits.vocab_size)
     return prompt
-
-
-def _check_messages(messages: Sequence[generation_pb2.ChatMessage], text: ModelText) -> None:
-    _check_num_messages(messages, least=1)
-    if not any(message.content for message in messages):
-        raise invalid("messages: every content is empty, limit at least 1 character in one of them")
-    for index, message in enumerate(messages):
-        if text.has_chat_template and message.role not in text.chat_roles:
-            raise invalid(
-                f"messages[{index}].role is {shown(message.role)}, "
-                f"limit one of {', '.join(text.chat_roles)}"
-            )
-
-
-def _check_num_messages(messages: Sequence[generation_pb2.ChatMessage], *, least: int) -> None:
-    if not least <= len(messages) <= MAX_MESSAGES:
-        raise invalid(f"messages has {len(messages)} entries, limit [1, {MAX_MESSAGES}]")
-
-
-def _check_chars(field: str, num_chars: int, max_chars: int, limits: ModelLimits) -> None:
-    if num_chars > max_chars:
-        raise invalid(
-            f"{field} has {num_chars} chars, limit {max_chars}: more cannot fit the context of "
-            f"{limits.context_length} tokens"
-        )
 
 
 def _check_length(num_tokens: int, limits: ModelLimits) -> None:
@@ -257,7 +214,7 @@ def _check_length(num_tokens: int, limits: ModelLimits) -> None:
 def _max_tokens(
     asked: common_pb2.SamplingParams, num_prompt: int, num_answers: int, limits: ModelLimits
 ) -> int:
-    """What was asked, clamped to the context; unset, also to the decode pool."""
+    """What was asked, at least 1, clamped to the context; unset, also to the decode pool."""
     room = limits.context_length - num_prompt
     # The last token's KV is never written, and a single token never leaves prefill.
     pool_room = limits.decode_rows(num_prompt, num_answers) - num_prompt + 1
@@ -271,7 +228,7 @@ def _max_tokens(
             f"pool of the largest decode worker, {limits.decode_kv_tokens} tokens, must hold "
             "it and the answer (only max_tokens 1 needs no decode worker)"
         )
-    max_tokens = min(asked.max_tokens, room)
+    max_tokens = min(max(1, asked.max_tokens), room)
     if max_tokens > max(1, pool_room):
         raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits))
     return max_tokens

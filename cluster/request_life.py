@@ -22,6 +22,7 @@ from legato.cluster.attempt_errors import (
     RefusedError,
     WorkerFailedError,
 )
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.path_policies import gives_up, has_open_path, is_cut_off, keeps_prefill
 from legato.cluster.policies import Demand
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from legato.cluster.path_policies import Closed
     from legato.cluster.pool_view import PoolView
     from legato.cluster.prefill_costs import PrefillCostBook
+    from legato.cluster.prompt_logprobs import PromptLogprobs
     from legato.cluster.request import RequestSpec
     from legato.protos import generation_pb2
 
@@ -54,6 +56,7 @@ class RequestLife:
     admission: Admission
     pool: PoolView
     costs: PrefillCostBook
+    prompt_logprobs: PromptLogprobs
     local_prefill_tokens: int
     max_attempts: int
     seconds_left: Callable[[], float]
@@ -138,7 +141,12 @@ class RequestLife:
                 )
                 if answer.strikes >= self.max_attempts:
                     # It seems to be what its workers die of: another try would cost more of them.
-                    raise RequestError(grpc.StatusCode.UNAVAILABLE, message, is_final=True)
+                    raise RequestError(
+                        grpc.StatusCode.UNAVAILABLE,
+                        message,
+                        is_final=True,
+                        reason=Reason.FAILS_ON_EVERY_WORKER,
+                    )
                 raise unavailable(message)
 
     def _note_worker(self, error: AttemptEndedError, answers: Sequence[AnswerLife]) -> None:

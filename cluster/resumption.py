@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError, invalid, shown
 from legato.cluster.sampling_rules import check_token_ids
 from legato.protos import common_pb2
@@ -68,6 +69,7 @@ def check_model(request: generation_pb2.GenerateRequest, served: str) -> None:
             grpc.StatusCode.FAILED_PRECONDITION,
             f"resume.start.model_fingerprint is {shown(began)}, limit {served!r}, that of the "
             "model served here: another one began the answer",
+            reason=Reason.OTHER_MODEL,
         )
 
 
@@ -110,7 +112,7 @@ def _check_start(start: generation_pb2.StreamStart, asked: common_pb2.SamplingPa
         raise invalid(f"resume.start.seed is {start.seed}, limit [0, {INT64_MAX}]")
     if asked.HasField("seed") and asked.seed != start.seed:
         raise invalid(f"resume.start.seed is {start.seed}, limit {asked.seed} (sampling.seed)")
-    most = asked.max_tokens if asked.HasField("max_tokens") else INT32_MAX
+    most = max(1, asked.max_tokens) if asked.HasField("max_tokens") else INT32_MAX
     if not 1 <= start.max_tokens <= most:
         raise invalid(f"resume.start.max_tokens is {start.max_tokens}, limit [1, {most}]")
     fingerprint = start.model_fingerprint

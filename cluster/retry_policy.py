@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from legato.protos.never_retry import NEVER_RETRY
-from legato.protos.retry_hint import retry_after_s
+from legato.protos.status_details import read_details
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +39,8 @@ class Failure:
     message: str
     retry_after_s: float | None = None  # the server's hint
     is_final: bool = False  # the server's word that no try would go better
+    reason: str = ""  # the server's, for programs: see docs/api.md
+    remedy: str = ""  # the server's, one sentence
 
 
 def failure_of(error: grpc.RpcError) -> Failure:
@@ -50,7 +52,15 @@ def failure_of(error: grpc.RpcError) -> Failure:
     is_cut = code is grpc.StatusCode.UNKNOWN and message.startswith("Stream removed")
     if is_cut or code is grpc.StatusCode.CANCELLED:
         code = grpc.StatusCode.UNAVAILABLE
-    return Failure(code, message, retry_after_s(trailers), is_final=NEVER_RETRY in trailers)
+    details = read_details(trailers)
+    return Failure(
+        code,
+        message,
+        details.retry_after_s,
+        is_final=NEVER_RETRY in trailers,
+        reason=details.reason,
+        remedy=details.remedy,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import grpc
 
@@ -16,6 +16,7 @@ from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
 from legato.cluster.deadline import Deadline
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
@@ -23,12 +24,14 @@ from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.prompt_hashes import PromptHashes
+from legato.cluster.prompt_logprobs import PromptLogprobs
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
 from legato.cluster.resumption import check_model
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
+from legato.cluster.tokenizing import detokenize, tokenize
 from legato.cluster.unread_demand import unread_demand
 from legato.protos import generation_pb2
 
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
     from legato.cluster.in_flight import Ownership
-    from legato.cluster.request import ModelLimits, RequestSpec
+    from legato.cluster.model_limits import ModelLimits
+    from legato.cluster.request import RequestSpec
     from legato.cluster.text.model_text import ModelText
 
 # Tokenising a long text takes long: it must hold up neither the event loop nor a short one.
@@ -48,6 +52,8 @@ NUM_PARSE_THREADS = 4
 CUT_SHORT_S = 1.0  # for requests that a drain cut short to tell their clients
 TICK_S = 0.25  # between two looks at silence and at the queue, should no event have come
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -79,10 +85,15 @@ class Counters:
 
 
 class _InTurn:
-    """Hands messages to gRPC, which takes one of a call at a time; the first one has the start."""
+    """Hands messages to gRPC, which takes one of a call at a time. The first one has the start, and
+    what is to be told of the prompt.
+    """
 
-    def __init__(self, start: generation_pb2.StreamStart, send: Send) -> None:
+    def __init__(
+        self, start: generation_pb2.StreamStart, prompt: PromptLogprobs, send: Send
+    ) -> None:
         self._start: generation_pb2.StreamStart | None = start
+        self._prompt = prompt
         self._send = send
         self._sending = asyncio.Lock()
 
@@ -90,6 +101,7 @@ class _InTurn:
         async with self._sending:
             if self._start is not None:
                 response.start.CopyFrom(self._start)
+                await self._prompt.put_on(response)
                 self._start = None
             await self._send(response)
 
@@ -259,7 +271,9 @@ class Router:
             start = generation_pb2.StreamStart(
                 seed=spec.sampling.seed, max_tokens=spec.max_tokens, model_fingerprint=fingerprint
             )
-            await self._live(spec, answers, _InTurn(start, send), clocks, deadline, owner)
+            prompt = PromptLogprobs(spec.prompt_logprobs, len(spec.prompt_token_ids))
+            told = _InTurn(start, prompt, send)
+            await self._live(spec, answers, prompt, told, clocks, deadline, owner)
         except asyncio.CancelledError:
             if owner.superseded and bound.expired():
                 raise superseded(spec.request_id) from None
@@ -271,6 +285,7 @@ class Router:
         self,
         spec: RequestSpec,
         answers: Sequence[Answer],
+        prompt_logprobs: PromptLogprobs,
         send: Send,
         clocks: Sequence[PhaseClock],
         deadline: Deadline,
@@ -300,6 +315,7 @@ class Router:
             admission=self.admission,
             pool=self.pool,
             costs=self._costs,
+            prompt_logprobs=prompt_logprobs,
             local_prefill_tokens=self.options.local_prefill_tokens,
             max_attempts=self.options.max_attempts,
             seconds_left=lambda: max(0.001, deadline.at - time.monotonic()),
@@ -331,18 +347,40 @@ class Router:
     ) -> tuple[RequestSpec, list[Answer]]:
         """Refuses what cannot be served now; validates and tokenises the rest in a thread."""
         if self._draining:
-            raise unavailable("the service is shutting down")
+            raise unavailable("the service is shutting down", Reason.SHUTTING_DOWN)
         limits = self.pool.limits()
         if limits is None or not self.pool.ever_ready:
             raise unavailable(f"not ready: {self.missing()}")
         check_model(request, self.pool.model_fingerprint)
         least, most = unread_demand(request, limits)
         self.admission.check_arrival(least, most, deadline)
+        return await self._in_thread(self._read, request, limits)
+
+    async def tokenize(
+        self, request: generation_pb2.TokenizeRequest
+    ) -> generation_pb2.TokenizeResponse:
+        """What `generate` would make of the same text or messages. Raises RequestError."""
+        return await self._in_thread(tokenize, request, self.text, self._known_limits())
+
+    async def detokenize(
+        self, request: generation_pb2.DetokenizeRequest
+    ) -> generation_pb2.DetokenizeResponse:
+        """As the text of an answer. Raises RequestError."""
+        return await self._in_thread(detokenize, request, self.text, self._known_limits())
+
+    def _known_limits(self) -> ModelLimits:
+        limits = self.pool.limits()
+        if limits is None:
+            raise unavailable(f"no worker told its limits yet: {self.missing()}")
+        return limits
+
+    async def _in_thread(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Raises RequestError where too many are read already, and what `read` raises."""
         limit = self.options.max_queued_requests
         if self._num_parsing > limit:
             raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")
         self._num_parsing += 1  # until the thread is done, even if the client goes away
-        parsing = self._parsers.submit(self._read, request, limits)
+        parsing = self._parsers.submit(read, *args, **kwargs)
         loop = asyncio.get_running_loop()
         parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(self._parsed))
         return await asyncio.wrap_future(parsing)
@@ -369,7 +407,9 @@ class Router:
         self, clocks: list[PhaseClock], limit_s: float, deadline: Deadline
     ) -> RequestError:
         if self._draining:
-            return unavailable("the service is shutting down; the request was cut short")
+            return unavailable(
+                "the service is shutting down; the request was cut short", Reason.SHUTTING_DOWN
+            )
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
             return RequestError(

@@ -7,14 +7,14 @@ import secrets
 import struct
 from typing import TYPE_CHECKING
 
-import grpc
-
-from legato.cluster.errors import RequestError, invalid
+from legato.cluster.errors import invalid
 from legato.protos import common_pb2
 from legato.text.guide import Guide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from legato.cluster.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 256
 MAX_TEMPERATURE = 100.0
@@ -23,6 +23,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+# Together they stay well below 4 MiB, which clients take of one message as they come.
+MAX_PROMPT_LOGPROBS = 1 << 18
 
 # name, default, lowest, highest, whether the lowest itself is allowed; see common.proto.
 _NUMBERS: tuple[tuple[str, float, float, float, bool], ...] = (
@@ -63,19 +65,18 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         raise invalid(f"sampling.top_k is {asked.top_k}, limit [0, {2**31 - 1}] (0 is off)")
     if asked.seed < 0:
         raise invalid(f"sampling.seed is {asked.seed}, limit [0, {2**63 - 1}]")
-    if asked.HasField("max_tokens") and asked.max_tokens < 1:
-        raise invalid(f"sampling.max_tokens is {asked.max_tokens}, limit [1, {2**31 - 1}]")
+    least = 0 if asked.HasField("prompt_logprobs") else 1
+    if asked.HasField("max_tokens") and asked.max_tokens < least:
+        raise invalid(f"sampling.max_tokens is {asked.max_tokens}, limit [{least}, {2**31 - 1}]")
     max_tokens = asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     if not 0 <= asked.min_tokens <= max_tokens:
         raise invalid(
             f"sampling.min_tokens is {asked.min_tokens}, limit [0, {max_tokens}] (max_tokens)"
         )
-    if asked.HasField("logprobs") and not 0 <= asked.logprobs <= MAX_LOGPROBS:
-        raise invalid(f"sampling.logprobs is {asked.logprobs}, limit [0, {MAX_LOGPROBS}]")
-    if asked.HasField("prompt_logprobs"):
-        raise RequestError(
-            grpc.StatusCode.UNIMPLEMENTED, "sampling.prompt_logprobs is not served by this release"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(asked, name)  # 0 where it is not set
+        if not 0 <= count <= MAX_LOGPROBS:
+            raise invalid(f"sampling.{name} is {count}, limit [0, {MAX_LOGPROBS}]")
     _check_stop(asked)
     read_guide(asked)
     _check_count("sampling.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
@@ -109,9 +110,11 @@ def complete_sampling(
     """Fills every default. `max_tokens` is what the model and the pools allow of what was asked.
 
     `min_tokens` is lowered to it: a shorter context must not make a valid request wrong.
+    `prompt_logprobs` is left out: a request asks for them once, and not in each of its attempts.
     """
     complete = common_pb2.SamplingParams()
     complete.CopyFrom(asked)
+    complete.ClearField("prompt_logprobs")
     for name, default, *_ in _NUMBERS:
         if not asked.HasField(name):  # type: ignore[arg-type]  # the stub wants literals
             setattr(complete, name, default)
@@ -122,6 +125,20 @@ def complete_sampling(
     complete.max_tokens = max_tokens
     complete.min_tokens = min(asked.min_tokens, max_tokens)
     return complete
+
+
+def check_prompt_logprobs(asked: common_pb2.SamplingParams, num_prompt: int) -> None:
+    """Refuses more than one message can hold.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming field, value and limit.
+    """
+    numbers = num_prompt * (asked.prompt_logprobs + 1)
+    if asked.HasField("prompt_logprobs") and numbers > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            f"sampling.prompt_logprobs is {asked.prompt_logprobs}, which makes {numbers} numbers "
+            f"for a prompt of {num_prompt} tokens, limit {MAX_PROMPT_LOGPROBS}"
+        )
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from legato.cluster.sampling_rules import DEFAULT_MAX_TOKENS
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
-    from legato.cluster.request import ModelLimits
+    from legato.cluster.model_limits import ModelLimits
     from legato.protos import generation_pb2
 
 

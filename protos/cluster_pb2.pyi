@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetStatusRequest(_message.Message):
+    """Nothing is to be said."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -36,6 +38,8 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
+    """The service as this router and its controller see it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -86,6 +90,8 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class AutoscalerStatus(_message.Message):
+    """What the autoscaler aims at, and what it has decided."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DRY_RUN_FIELD_NUMBER: _builtins.int
@@ -122,6 +128,8 @@ Global___AutoscalerStatus: _TypeAlias = AutoscalerStatus  # noqa: Y015
 
 @_typing.final
 class AutoscaledPool(_message.Message):
+    """A pool's range, and how it stands against the goals."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -154,6 +162,8 @@ Global___AutoscaledPool: _TypeAlias = AutoscaledPool  # noqa: Y015
 
 @_typing.final
 class ScalingDecision(_message.Message):
+    """One change of a pool's target, made or, in a dry run, proposed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     AGE_S_FIELD_NUMBER: _builtins.int
@@ -177,6 +187,8 @@ Global___ScalingDecision: _TypeAlias = ScalingDecision  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
+    """All workers of one role."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -210,6 +222,8 @@ Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
+    """One worker process."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -257,6 +271,8 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class RouterStatus(_message.Message):
+    """What one router has taken in; counters begin with it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUED_FIELD_NUMBER: _builtins.int
@@ -299,6 +315,8 @@ Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
 
 @_typing.final
 class ScalePoolRequest(_message.Message):
+    """The pools to be changed; others keep their targets."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGETS_FIELD_NUMBER: _builtins.int
@@ -321,6 +339,8 @@ Global___ScalePoolRequest: _TypeAlias = ScalePoolRequest  # noqa: Y015
 
 @_typing.final
 class PoolTarget(_message.Message):
+    """How many workers a pool is to have."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -345,6 +365,8 @@ Global___PoolTarget: _TypeAlias = PoolTarget  # noqa: Y015
 
 @_typing.final
 class ScalePoolResponse(_message.Message):
+    """The targets of all pools, as they are now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGETS_FIELD_NUMBER: _builtins.int
@@ -365,6 +387,8 @@ Global___ScalePoolResponse: _TypeAlias = ScalePoolResponse  # noqa: Y015
 
 @_typing.final
 class ChangeRoleRequest(_message.Message):
+    """Which worker is to serve in which role."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -388,6 +412,8 @@ Global___ChangeRoleRequest: _TypeAlias = ChangeRoleRequest  # noqa: Y015
 
 @_typing.final
 class ChangeRoleResponse(_message.Message):
+    """What has been begun."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -414,6 +440,8 @@ Global___ChangeRoleResponse: _TypeAlias = ChangeRoleResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):
+    """How long running requests get."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAIN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
@@ -436,6 +464,8 @@ Global___ShutdownRequest: _TypeAlias = ShutdownRequest  # noqa: Y015
 
 @_typing.final
 class ShutdownResponse(_message.Message):
+    """Draining has begun."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(

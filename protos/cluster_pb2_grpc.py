@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """Missing associated documentation comment in .proto file."""
+    """What operators see and change. Answers come at once; what a change needs goes on behind them.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +58,8 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What operators see and change. Answers come at once; what a change needs goes on behind them.
+    """
 
     def GetStatus(self, request, context):
         """Pools, workers and the router's queue, as they are now.
@@ -129,7 +131,8 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """Missing associated documentation comment in .proto file."""
+    """What operators see and change. Answers come at once; what a change needs goes on behind them.
+    """
 
     @staticmethod
     def GetStatus(request,

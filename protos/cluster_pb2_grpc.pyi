@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterStub:
+    """What operators see and change. Answers come at once; what a change needs goes on behind them."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -55,6 +57,8 @@ class ClusterStub:
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
+    """What operators see and change. Answers come at once; what a change needs goes on behind them."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Pools, workers and the router's queue, as they are now."""
@@ -79,6 +83,8 @@ class ClusterAsyncStub(ClusterStub):
     """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
+    """What operators see and change. Answers come at once; what a change needs goes on behind them."""
+
     @_abc_1.abstractmethod
     def GetStatus(
         self,

@@ -106,7 +106,8 @@ class _WorkerPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerPha
     """No new work; running work finishes."""
     WORKER_PHASE_DEAD: _WorkerPhase.ValueType  # 4
 
-class WorkerPhase(_WorkerPhase, metaclass=_WorkerPhaseEnumTypeWrapper): ...
+class WorkerPhase(_WorkerPhase, metaclass=_WorkerPhaseEnumTypeWrapper):
+    """How far a worker is in its life; it never goes back."""
 
 WORKER_PHASE_UNSPECIFIED: WorkerPhase.ValueType  # 0
 WORKER_PHASE_STARTING: WorkerPhase.ValueType  # 1
@@ -410,6 +411,8 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
+    """One of the most likely tokens at a position."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int

@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """One prompt, and how it is to be answered."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -131,6 +133,8 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class ReceivedAnswer(_message.Message):
+    """What has come of one answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -191,6 +195,8 @@ Global___StreamStart: _TypeAlias = StreamStart  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
+    """A prompt that has been tokenised, BOS included where the model wants one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
@@ -211,6 +217,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ChatMessages(_message.Message):
+    """A conversation, oldest message first; at most 1,024."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
@@ -231,6 +239,8 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
+    """One turn of a conversation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -304,6 +314,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
+    """What is new of one answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -342,6 +354,8 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
+    """The last message of an answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FINISH_REASON_FIELD_NUMBER: _builtins.int
@@ -373,6 +387,8 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """What an answer has cost, in tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -525,6 +541,8 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
+    """Nothing is to be said."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -540,6 +558,8 @@ Global___GetModelRequest: _TypeAlias = GetModelRequest  # noqa: Y015
 
 @_typing.final
 class GetModelResponse(_message.Message):
+    """The model, and the limits that it and the pools set."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -598,6 +618,8 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
+    """What is to be turned into token ids."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -606,8 +628,8 @@ class TokenizeRequest(_message.Message):
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     add_bos: _builtins.bool
-    """Of `text`: whether BOS is prepended where the model wants one, as Generate does. Default true. What messages
-    begin with is the chat template's affair.
+    """Whether BOS is prepended to `text` where the model wants one, as Generate does. Default true. Not with
+    `messages`, which begin as the chat template has it.
     """
     parse_special_tokens: _builtins.bool
     """As in GenerateRequest."""
@@ -638,6 +660,8 @@ Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
 @_typing.final
 class TokenizeResponse(_message.Message):
+    """As many tokens as ids, in order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -664,12 +688,16 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
+    """What is to be turned into text."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the vocabulary; at most 1,048,576."""
+        """Ids of the vocabulary; at most 262,144. Special tokens, and ids that the tokenizer does not know, have no
+        text.
+        """
 
     def __init__(
         self,
@@ -686,6 +714,8 @@ Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
 
 @_typing.final
 class DetokenizeResponse(_message.Message):
+    """The text of all of them together."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """Missing associated documentation comment in .proto file."""
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +58,8 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that.
+    """
 
     def Generate(self, request, context):
         """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
@@ -130,7 +132,8 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """Missing associated documentation comment in .proto file."""
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that.
+    """
 
     @staticmethod
     def Generate(request,

@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationStub:
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -55,6 +57,8 @@ class GenerationStub:
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates one answer, or `n`, and streams them. The call's gRPC deadline is the request's deadline;
@@ -79,6 +83,8 @@ class GenerationAsyncStub(GenerationStub):
     """The text of token ids, as Generate delivers that of an answer."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
+    """Text or token ids in, a stream of tokens and text out; and what a client needs to know for that."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,

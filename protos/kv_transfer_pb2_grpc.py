@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class KvTransferStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers that KV comes to: those of the decode and the colocated role.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class KvTransferStub:
 
 
 class KvTransferServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers that KV comes to: those of the decode and the colocated role.
+    """
 
     def Link(self, request_iterator, context):
         """One stream of frames from a prefill worker to a decode worker carries all transfers between
@@ -93,7 +95,8 @@ def add_KvTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers that KV comes to: those of the decode and the colocated role.
+    """
 
     @staticmethod
     def Link(request_iterator,

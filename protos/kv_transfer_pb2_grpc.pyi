@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvTransferStub:
+    """Served by workers that KV comes to: those of the decode and the colocated role."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -62,6 +64,8 @@ class KvTransferStub:
 
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
+    """Served by workers that KV comes to: those of the decode and the colocated role."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Link: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.KvFrame, _kv_transfer_pb2.KvAnswer]  # type: ignore[assignment]
     """One stream of frames from a prefill worker to a decode worker carries all transfers between
@@ -93,6 +97,8 @@ class KvTransferAsyncStub(KvTransferStub):
     """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers that KV comes to: those of the decode and the colocated role."""
+
     @_abc_1.abstractmethod
     def Link(
         self,

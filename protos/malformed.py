@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from legato.protos.status_details import details_trailer
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Parse = Callable[[bytes], Any]
 
+MALFORMED = "MALFORMED_REQUEST"
+MALFORMED_REMEDY = (
+    "Send a message of the type that the method takes, as the protos have it; strings are UTF-8."
+)
 _MAKE_HANDLER = {  # by whether requests and responses are streams
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -74,7 +80,8 @@ async def _parsed(parse: Parse, data: bytes, context: Context) -> Any:  # noqa: 
     try:
         return parse(data)
     except DecodeError as error:
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the request of {len(data)} bytes is malformed: {error}",
-        )
+        message = f"the request of {len(data)} bytes is malformed: {error}"
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        number: int = code.value[0]
+        details = details_trailer(number, message, reason=MALFORMED, remedy=MALFORMED_REMEDY)
+        await context.abort(code, message, (details,))

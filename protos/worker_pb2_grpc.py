@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class PrefillWorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers of the prefill role.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class PrefillWorkerStub:
 
 
 class PrefillWorkerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers of the prefill role.
+    """
 
     def Prefill(self, request_iterator, context):
         """Computes the prompt's KV, samples the first token, and, if a ticket is given, hands the KV
@@ -75,7 +77,8 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillWorker:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers of the prefill role.
+    """
 
     @staticmethod
     def Prefill(request_iterator,
@@ -106,7 +109,8 @@ class PrefillWorker:
 
 
 class DecodeWorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers of the decode and the colocated role.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -122,7 +126,8 @@ class DecodeWorkerStub:
 
 
 class DecodeWorkerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers of the decode and the colocated role.
+    """
 
     def Decode(self, request_iterator, context):
         """One call is the whole life of one attempt on the decode side, and owns all that it holds: when
@@ -167,7 +172,8 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker:
-    """Missing associated documentation comment in .proto file."""
+    """Served by workers of the decode and the colocated role.
+    """
 
     @staticmethod
     def Decode(request_iterator,
@@ -198,7 +204,8 @@ class DecodeWorker:
 
 
 class WorkerControlStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by every worker.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -224,7 +231,8 @@ class WorkerControlStub:
 
 
 class WorkerControlServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by every worker.
+    """
 
     def GetIdentity(self, request, context):
         """Who this is and what it can hold.
@@ -275,7 +283,8 @@ def add_WorkerControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerControl:
-    """Missing associated documentation comment in .proto file."""
+    """Served by every worker.
+    """
 
     @staticmethod
     def GetIdentity(request,

@@ -31,6 +31,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillWorkerStub:
+    """Served by workers of the prefill role."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -48,6 +50,8 @@ class PrefillWorkerStub:
 
 @_typing.type_check_only
 class PrefillWorkerAsyncStub(PrefillWorkerStub):
+    """Served by workers of the prefill role."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.StreamStreamMultiCallable[_worker_pb2.PrefillCommand, _worker_pb2.PrefillEvent]  # type: ignore[assignment]
     """Computes the prompt's KV, samples the first token, and, if a ticket is given, hands the KV
@@ -61,6 +65,8 @@ class PrefillWorkerAsyncStub(PrefillWorkerStub):
     """
 
 class PrefillWorkerServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers of the prefill role."""
+
     @_abc_1.abstractmethod
     def Prefill(
         self,
@@ -80,6 +86,8 @@ class PrefillWorkerServicer(metaclass=_abc_1.ABCMeta):
 def add_PrefillWorkerServicer_to_server(servicer: PrefillWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class DecodeWorkerStub:
+    """Served by workers of the decode and the colocated role."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -109,6 +117,8 @@ class DecodeWorkerStub:
 
 @_typing.type_check_only
 class DecodeWorkerAsyncStub(DecodeWorkerStub):
+    """Served by workers of the decode and the colocated role."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvent]  # type: ignore[assignment]
     """One call is the whole life of one attempt on the decode side, and owns all that it holds: when
@@ -134,6 +144,8 @@ class DecodeWorkerAsyncStub(DecodeWorkerStub):
     """
 
 class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers of the decode and the colocated role."""
+
     @_abc_1.abstractmethod
     def Decode(
         self,
@@ -165,6 +177,8 @@ class DecodeWorkerServicer(metaclass=_abc_1.ABCMeta):
 def add_DecodeWorkerServicer_to_server(servicer: DecodeWorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerControlStub:
+    """Served by every worker."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -180,6 +194,8 @@ class WorkerControlStub:
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
+    """Served by every worker."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetIdentity: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetIdentityRequest, _worker_pb2.WorkerIdentity]  # type: ignore[assignment]
     """Who this is and what it can hold."""
@@ -191,6 +207,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """No new work from now on; running work goes on. Idempotent."""
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every worker."""
+
     @_abc_1.abstractmethod
     def GetIdentity(
         self,

@@ -11,6 +11,7 @@ from legato.worker.kv.block_lease import BlockLease
 from legato.worker.kv.block_pool import BlockPool, blocks_for
 from legato.worker.kv.cache import KvCache
 from legato.worker.model_runner import ModelRunner
+from legato.worker.prompt_scores import rows_a_piece
 from legato.worker.sampler import SamplingRow, sample
 from legato.worker.sampling_params import SamplingParams
 from legato.worker.scheduling.prompt_pieces import APART_TOKENS, MIXED_TOKENS
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 # A longer context takes no more memory beside the KV: decode attention on CUDA divides it into at
 # most 64 parts of 256 rows; that on a CPU has a bound of a few MB, and two parts show it.
 _LONGEST_CONTEXT = {"cuda": 64 * 256, "cpu": 512}
-# All that a request may ask for takes memory for each row: draws, penalties, logprobs.
+# All that a request may ask for takes memory for each row: draws, penalties, logprobs; and those of
+# prompts for a piece of it at a time, see `prompt_scores`.
 _PARAMS = SamplingParams(
     max_tokens=1,
     temperature=1.0,
@@ -41,6 +43,7 @@ _PARAMS = SamplingParams(
     logprobs=20,
     stop_token_ids=frozenset(),
     logit_bias={},
+    prompt_logprobs=20,
 )
 
 
@@ -58,7 +61,7 @@ def measure_activation_peak(config: WorkerConfig, loaded: LoadedModel, shape: Kv
     """
     limit = loaded.model.config.context_length
     context_length = min(config.context_length or limit, limit)
-    steps = _steps(config, context_length, loaded.device.type)
+    steps = _steps(config, context_length, loaded.device.type, loaded.model.config.vocab_size)
     longest = max(part.sequence.num_computed + part.num_tokens for s in steps for part in s.parts)
     with torch.inference_mode():
         try:
@@ -82,22 +85,25 @@ def measure_activation_peak(config: WorkerConfig, loaded: LoadedModel, shape: Kv
             ) from error
 
 
-def _steps(config: WorkerConfig, context_length: int, device_type: str) -> list[Step]:
+def _steps(
+    config: WorkerConfig, context_length: int, device_type: str, vocab_size: int
+) -> list[Step]:
     steps = []
+    num_scored = rows_a_piece(vocab_size)
     if config.role != "prefill":
         longest = min(context_length, _LONGEST_CONTEXT[device_type])
         others = [(1, 1)] * (config.max_batch_size - 1)
         piece = min(longest, MIXED_TOKENS if device_type == "cpu" else APART_TOKENS)
         beside = others if device_type == "cpu" else []
         steps += [
-            _step([(longest, 1), *others], config.block_size),
-            _step([(longest, piece), *beside], config.block_size),
+            _step([(longest, 1), *others], config.block_size, num_scored),
+            _step([(longest, piece), *beside], config.block_size, num_scored),
         ]
     if config.role != "decode":
         chunk = config.prefill_chunk_tokens
         fewest = -(-chunk // context_length)
         steps += [
-            _step([(n, n) for n in _prompts(chunk, count)], config.block_size)
+            _step([(n, n) for n in _prompts(chunk, count)], config.block_size, num_scored)
             for count in (fewest, max(fewest, min(chunk, config.max_batch_size)))
         ]
     return steps
@@ -108,13 +114,17 @@ def _prompts(num_tokens: int, count: int) -> list[int]:
     return [num_tokens // count + (i < num_tokens % count) for i in range(count)]
 
 
-def _step(lengths: list[tuple[int, int]], block_size: int) -> Step:
-    """Of sequences (tokens, how many of them are new) that all begin with block 0."""
+def _step(lengths: list[tuple[int, int]], block_size: int, num_scored: int) -> Step:
+    """Of sequences (tokens, how many of them are new) that all begin with block 0. Of the new ones
+    at most `num_scored` are scored.
+    """
     parts = []
     for num_tokens, num_new in lengths:
+        scored = min(num_scored, num_new - 1)
+        num_scored -= scored
         sequence = Sequence(
             token_ids=[0] * num_tokens,
-            num_prompt_tokens=num_tokens,
+            num_prompt_tokens=num_tokens - num_new + scored + 1,
             params=_PARAMS,
             eos_token_ids=frozenset(),
             num_computed=num_tokens - num_new,

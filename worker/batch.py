@@ -9,10 +9,12 @@ import torch
 from legato.kernels.attention_plan import AttentionPlan
 from legato.worker.forward import ForwardBatch, new_tensor
 from legato.worker.kv.block_pool import blocks_for
+from legato.worker.prompt_scores import ScoredRows
 
 if TYPE_CHECKING:
     from legato.worker.forward import Empty
     from legato.worker.layer_reports import LayerReports
+    from legato.worker.prompt_scores import PromptScores
     from legato.worker.scheduling.step import Step
     from legato.worker.sequence import Sequence
     from legato.worker.unread import UnreadTokens
@@ -39,11 +41,20 @@ def build_batch(
     block_tables: list[list[int]] = []
     logit_rows: list[int] = []
     unread_places: list[tuple[int, Sequence]] = []
+    scored_rows: list[int] = []
+    targets: list[int] = []
+    shares: list[tuple[PromptScores, int]] = []
     for part in step.parts:
         sequence = part.sequence
         assert sequence.lease is not None, "scheduled without blocks"
         blocks = sequence.lease.blocks
         start, end = sequence.num_computed, sequence.num_computed + part.num_tokens
+        scored_end = min(end, sequence.num_prompt_tokens - 1)
+        if sequence.prompt_scores is not None and start < scored_end:
+            first = len(token_ids)
+            scored_rows += range(first, first + scored_end - start)
+            targets += sequence.token_ids[start + 1 : scored_end + 1]
+            shares.append((sequence.prompt_scores, scored_end - start))
         token_ids += sequence.token_ids[start:end]
         if end > len(sequence.token_ids):
             unread_places.append((len(token_ids), sequence))
@@ -63,6 +74,10 @@ def build_batch(
     if unread_places:
         assert unread is not None, "a step reads tokens that were never sampled"
         unread.copy_into(tokens, unread_places)
+    scores = None
+    if shares:
+        most = max(prompt.count for prompt, _ in shares)
+        scores = ScoredRows(tensor(scored_rows), tensor(targets), most, shares)
     return ForwardBatch(
         token_ids=tokens,
         positions=tensor(positions),
@@ -71,4 +86,5 @@ def build_batch(
         logit_rows=tensor(logit_rows),
         empty=empty,
         reports=reports,
+        scores=scores,
     )

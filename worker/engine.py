@@ -314,11 +314,14 @@ class Engine:
         # While the model runs, where what was emitted is known.
         masks = None if reads_before else self._guide_masks.begin(sequences)
         reports, watched = self._layers.begin(step, before)
-        sampled, model_s = None, 0.0
+        sampled, scores, model_s = None, None, 0.0
         if step.parts:
             unread = before.unread() if before is not None else None
             logits = self._runner.forward(step, unread, reports)
             model_s = time.perf_counter() - started_at_s
+            scores = logits.scores
+            if scores is not None:
+                scores.fetch()
         self._scheduler.commit(step)
         if sequences:
             if reads_before:
@@ -329,7 +332,9 @@ class Engine:
             sampled = self._sample_rows(logits, sequences, masks)
         for sequence in sequences:
             sequence.num_unread += 1
-        return Flight(step, sequences, sampled, leases, started_at_s, model_s, reports, watched)
+        return Flight(
+            step, sequences, sampled, leases, started_at_s, model_s, reports, watched, scores
+        )
 
     def _note_joined(self, sequences: list[Sequence], now_s: float) -> None:
         joined = [s for s in sequences if s.first_step_at_s is None]
@@ -426,7 +431,8 @@ class Engine:
             self._scheduler.remove(sequence)
             return [BrokenEvent(index, sequence.guide_failure)]
         tokens = [token for token in sampled if token is not None]
-        if len(tokens) < len(sampled):
+        scores = sequence.prompt_scores
+        if len(tokens) < len(sampled) or (scores is not None and scores.broken):
             _log.warning("a request ends: no usable logits at output position %d", index)
             sequence.finish_reason = FinishReason.BROKEN
             self._scheduler.remove(sequence)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.block_lease import BlockLease
     from legato.worker.kv.progress import KvProgress
     from legato.worker.layer_reports import LayerReports
+    from legato.worker.prompt_scores import ScoredRows
     from legato.worker.sampler import PendingTokens, Sampled
     from legato.worker.scheduling.step import Step
     from legato.worker.sequence import Sequence
@@ -29,6 +30,7 @@ class Flight:
     model_s: float  # until the logits were there, or were on their way
     reports: LayerReports | None  # None: nobody waits for its rows
     watched: list[KvProgress]  # those whose rows it writes, or may have written for another
+    scores: ScoredRows | None = None  # of prompts that want them
     finished: bool = False  # its tokens were read and handed out
 
     @property
@@ -55,6 +57,8 @@ class Flight:
     def collect(self) -> list[tuple[Sequence, list[Sampled | None]]]:
         """Waits for the tokens: of each sequence, one for each of its answers."""
         tokens = self.sampled.collect() if self.sampled is not None else []
+        if self.scores is not None:
+            self.scores.collect()
         collected, start = [], 0
         for sequence in self.sequences:
             end = start + sequence.num_answers

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from legato.worker.kv.cache import KvCache
     from legato.worker.layer_reports import LayerReports
     from legato.worker.models.config import ModelConfig
+    from legato.worker.prompt_scores import ScoredRows
 
 
 class Empty(Protocol):
@@ -45,6 +46,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, indices into T of the tokens whose logits are wanted
     empty: Empty = new_tensor  # where intermediate results and the logits go
     reports: LayerReports | None = None  # told of each layer whose K and V are at their slots
+    scores: ScoredRows | None = None  # tokens of prompts whose logprobs are wanted
 
 
 class Model(Protocol):

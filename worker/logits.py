@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from legato.worker.prompt_scores import ScoredRows
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -21,6 +23,7 @@ class Logits:
 
     values: Tensor  # [R, vocab_size] fp32
     best: Tensor | None = None  # [R] int64: their `kernels.choose.argmax`, where it is known
+    scores: ScoredRows | None = None  # of prompts' tokens, where they were wanted
 
     def take(self, rows: Sequence[int]) -> Logits:
         """A copy of these rows, in this order; one may stand there more than once."""

@@ -80,9 +80,9 @@ class ModelRunner:
             batch = self._batch(step, unread, reports, self._arena.empty)
             captured = CpuProgram(lambda: self._model.forward(batch, self._cache))
             captured.replay()
-            return Logits(captured.logits, captured.best)
+            return Logits(captured.logits, captured.best, batch.scores)
         batch = self._batch(step, unread, reports, new_tensor)
-        return Logits(self._model.forward(batch, self._cache))
+        return Logits(self._model.forward(batch, self._cache), scores=batch.scores)
 
     def wait(self) -> None:
         """Until the device has computed all that was queued."""

@@ -32,6 +32,7 @@ class SamplingParams:
     logprobs: int | None  # None: none; k: the token's own and the k best
     stop_token_ids: frozenset[int]
     logit_bias: Mapping[int, float]
+    prompt_logprobs: int | None = None  # of each prompt token: as `logprobs`
     guide: Guide | None = None  # what the answer's text must be
 
     @property
@@ -109,6 +110,9 @@ class SamplingParams:
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             logit_bias=dict(message.logit_bias),
+            prompt_logprobs=(
+                message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+            ),
             guide=read_guide(message),
         )
 

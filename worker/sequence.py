@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from legato.worker.prompt_scores import PromptScores
+
 if TYPE_CHECKING:
     from legato.protos.prefix_hash import PrefixHasher
     from legato.text.guide_matcher import GuideMatcher
@@ -88,6 +90,7 @@ class Sequence:
     # Kept apart as well, because the sampler wants them at every step without a copy.
     prompt_token_ids: list[int] = field(init=False)
     output_token_ids: list[int] = field(init=False)
+    prompt_scores: PromptScores | None = field(init=False)  # where the request wants them
 
     def __post_init__(self) -> None:
         # With a guide EOS comes only where it may: see `end_with`.
@@ -97,6 +100,8 @@ class Sequence:
         self.block_hashes = list(self.block_hashes)  # its own: decode appends to it
         self.prompt_token_ids = self.token_ids[: self.num_prompt_tokens]
         self.output_token_ids = self.token_ids[self.num_prompt_tokens :]
+        count = self.params.prompt_logprobs
+        self.prompt_scores = None if count is None else PromptScores(count)
 
     @property
     def num_output_tokens(self) -> int:

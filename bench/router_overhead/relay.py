@@ -78,6 +78,24 @@ class Relay(generation_pb2_grpc.GenerationServicer):
         """There is none."""
         return generation_pb2.GetModelResponse(name="relay")
 
+    async def Tokenize(  # noqa: N802  # named by the proto
+        self,
+        request: generation_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> generation_pb2.TokenizeResponse:
+        """Not measured."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the relay has no tokenizer")
+        raise AssertionError("abort always raises")
+
+    async def Detokenize(  # noqa: N802  # named by the proto
+        self,
+        request: generation_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> generation_pb2.DetokenizeResponse:
+        """Not measured."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the relay has no tokenizer")
+        raise AssertionError("abort always raises")
+
 
 async def _serve(args: argparse.Namespace) -> None:
     async with grpc.aio.insecure_channel(args.decode, options=CHANNEL_OPTIONS) as channel:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError, invalid
 from legato.cluster.text.chat_template import ChatTemplate
 from legato.cluster.text.detokenizer import Detokenizer
@@ -81,9 +82,12 @@ class ModelText:
                 self._guides = {vocab_size: book}  # a service has one model
             return book
 
-    def encode_text(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
-        """Tokenises raw text; exactly one BOS where the model wants one."""
-        return self._with_bos(self._encoder.encode(text, parse_special_tokens=parse_special_tokens))
+    def encode_text(
+        self, text: str, *, parse_special_tokens: bool = False, add_bos: bool = True
+    ) -> list[int]:
+        """Tokenises raw text; exactly one BOS where the model wants one, none without `add_bos`."""
+        ids = self._encoder.encode(text, parse_special_tokens=parse_special_tokens)
+        return self._with_bos(ids) if add_bos else ids
 
     def encode_chat(
         self,
@@ -105,6 +109,7 @@ class ModelText:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"messages: {self._no_template_reason}; send the whole prompt as `text` or"
                 " `token_ids`, or serve a model that has a chat template",
+                reason=Reason.NO_CHAT_TEMPLATE,
             )
         contents = [message.content for message in messages]
         marker = self._encoder.marker_for([*contents, *self._template.texts])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class Faults:
     cut_moves: int = 0  # so many of those: MoveFailed
     extra_rows: int = 0  # that decode tells of what is parked
     break_reports: int = 0  # so many times: the connection of the load reports breaks
+    lose_scores: int = 0  # of a prompt's logprobs, so many are left out
 
 
 @dataclass
@@ -268,6 +270,13 @@ class FakeWorker(
                 finished=finish != common_pb2.FINISH_REASON_UNSPECIFIED,
                 finish_reason=finish,
             )
+        if request.sampling.HasField("prompt_logprobs"):
+            count = request.sampling.prompt_logprobs
+            first.prompt_logprobs.SetInParent()
+            for place in range(1, request.num_prompt_tokens - self.faults.lose_scores):
+                first.prompt_logprobs.logprobs.append(-math.inf if place == 2 else -place)
+                first.prompt_logprobs.top_logprobs.extend(-rank for rank in range(count))
+                first.prompt_logprobs.top_token_ids.extend(place + rank for rank in range(count))
         return first
 
     async def _hand_off(

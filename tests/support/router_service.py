@@ -13,7 +13,7 @@ from raw_client import RawClient
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import invalid
-from legato.cluster.request import ModelLimits, RequestSpec
+from legato.cluster.request import RequestSpec
 from legato.cluster.resumption import parse_resumption
 from legato.cluster.role_change import RoleChange
 from legato.cluster.router import Router
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from legato.cluster.control_plane import Role
+    from legato.cluster.model_limits import ModelLimits
     from legato.cluster.router_load import RouterLoad
 
 
@@ -80,6 +81,12 @@ def fake_parse(
     resumed = parse_resumption(request, num_answers, limits.vocab_size)
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling if resumed is None else resumed.settle(request.sampling))
+    prompt_logprobs = None
+    if sampling.HasField("prompt_logprobs") and (resumed is None or not resumed.has_begun):
+        prompt_logprobs = sampling.prompt_logprobs
+    sampling.ClearField("prompt_logprobs")
+    prompt_only = sampling.HasField("max_tokens") and sampling.max_tokens == 0
+    sampling.max_tokens = max(1, sampling.max_tokens)
     if len(prompt) + sampling.max_tokens - 1 > limits.decode_kv_tokens and sampling.max_tokens > 1:
         raise invalid("prompt + max_tokens - 1 is more than the largest decode worker holds")
     return RequestSpec(
@@ -92,6 +99,8 @@ def fake_parse(
         batch_priority=request.priority == common_pb2.PRIORITY_BATCH,
         num_answers=num_answers,
         resumed=resumed,
+        prompt_logprobs=prompt_logprobs,
+        prompt_only=prompt_only,
     )
 
 

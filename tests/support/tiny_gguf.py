@@ -192,10 +192,10 @@ def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
     alphabet = byte_alphabet()
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     writer.add_tokenizer_model("gpt2")
-    tokens = [*(alphabet[byte] for byte in range(256)), *special]
+    tokens = [*(alphabet[byte] for byte in range(256)), *special, "ab"]
     unused = [f"[PAD{index}]" for index in range(len(tokens), vocab_size)]
     writer.add_token_list(tokens + unused)
-    kinds = [NORMAL_TOKEN] * 256 + [CONTROL_TOKEN] * len(special)
+    kinds = [NORMAL_TOKEN] * 256 + [CONTROL_TOKEN] * len(special) + [NORMAL_TOKEN]
     writer.add_token_types(kinds + [UNUSED_TOKEN] * len(unused))
     writer.add_token_merges([f"{alphabet[ord('a')]} {alphabet[ord('b')]}"])
     writer.add_bos_token_id(BOS)

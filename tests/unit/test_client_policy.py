@@ -24,7 +24,7 @@ from legato.cluster.retry_policy import (
 )
 from legato.cluster.rotation import SHUNNED_S, Rotation
 from legato.protos import common_pb2, generation_pb2
-from legato.protos.retry_hint import DETAILS_KEY, hint_trailer, retry_after_s
+from legato.protos.status_details import DETAILS_KEY, details_trailer, read_details
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -73,6 +73,7 @@ def test_a_request_of_every_setting() -> None:
         min_tokens=2,
         logit_bias={3: -1.5},
         logprobs=0,
+        prompt_logprobs=0,
         n=2,
         priority="batch",
         request_id="r",
@@ -102,6 +103,7 @@ def test_a_request_of_every_setting() -> None:
             min_tokens=2,
             logit_bias={3: -1.5},
             logprobs=0,
+            prompt_logprobs=0,
         ),
     )
     named = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
@@ -147,6 +149,14 @@ def test_a_wrong_setting_is_named(
 
 
 # --- the hint ---------------------------------------------------------------------------------
+
+
+def hint_trailer(code: int, message: str, seconds: float) -> tuple[str, bytes]:
+    return details_trailer(code, message, reason="R", remedy="Wait.", retry_after_s=seconds)
+
+
+def retry_after_s(trailers: list[tuple[str, str | bytes]]) -> float | None:
+    return read_details(trailers).retry_after_s
 
 
 def test_the_hint_comes_through_as_google_rpc_has_it() -> None:
@@ -276,7 +286,8 @@ class Ended(grpc.RpcError):
 
 def test_a_call_that_was_cut_is_unavailable_in_whatever_words() -> None:
     codes = grpc.StatusCode
-    assert failure_of(Ended(codes.CANCELLED, "")) == Failure(UNAVAILABLE, "CANCELLED", 2.0)
+    cancelled = Failure(UNAVAILABLE, "CANCELLED", 2.0, reason="R", remedy="Wait.")
+    assert failure_of(Ended(codes.CANCELLED, "")) == cancelled
     assert failure_of(Ended(codes.UNKNOWN, "Stream removed (x)")).code is UNAVAILABLE
     assert failure_of(Ended(codes.UNKNOWN, "x")).code is codes.UNKNOWN
 

@@ -1,7 +1,8 @@
-"""The checked-in gRPC code is what protoc makes of the protos."""
+"""Generated code and reference are what the protos say, which are clean and break no client."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from legato.cluster.cluster_service import ClusterService
 from legato.cluster.gateway import GenerationService
-from legato.protos import kv_transfer_pb2
+from legato.protos import cluster_pb2, common_pb2, generation_pb2, kv_transfer_pb2
 from legato.worker.services.control import ControlService
 from legato.worker.services.decode import DecodeService
 from legato.worker.services.kv_transfer import KvTransferService
@@ -66,6 +67,126 @@ def test_a_changed_proto_would_be_noticed(tmp_path: Path) -> None:
     made, kept = generate(out, protos), checked_in()
     changed = {name for name in made if made[name] != kept[name]}
     assert changed == {"cluster_pb2.py", "cluster_pb2.pyi"}
+
+
+# --- buf --------------------------------------------------------------------------------------
+
+
+def buf(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """In a checkout as `buf.yaml` expects it, whose protos are those of `folder`."""
+    checkout = folder.parent / "checkout"
+    links = checkout / "build" / "ns" / "legato"
+    if not links.exists():
+        links.mkdir(parents=True)
+        (links / "protos").symlink_to(folder)
+        shutil.copy(ROOT / "buf.yaml", checkout)
+    command = [str(Path(sys.executable).parent / "buf"), *words]
+    return subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.fixture
+def protos(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "protos", tmp_path / "protos"))
+
+
+BREAKING = ("breaking", "--against", str(ROOT / "protos/released.binpb"))
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_buf_finds_nothing_to_lint(protos: Path) -> None:
+    result = buf(protos, "lint")
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_no_released_client_is_broken(protos: Path) -> None:
+    result = buf(protos, *BREAKING)
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("cluster", "string model = 1;", "string Model = 1;"),
+        ("generation", "// What an answer has cost, in tokens.\n", ""),
+    ],
+)
+def test_what_is_unclean_would_be_found(protos: Path, file: str, old: str, new: str) -> None:
+    change(protos / f"{file}.proto", old, new)
+    assert buf(protos, "lint").returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("generation", "int32 cached_prompt_tokens = 4;", "int64 cached_prompt_tokens = 4;"),
+        ("common", "optional float temperature = 2;", ""),
+        ("generation", "rpc GetModel(GetModelRequest)", "rpc GetTheModel(GetModelRequest)"),
+        ("common", "PRIORITY_BATCH = 2;", "PRIORITY_BULK = 2;"),
+    ],
+)
+def test_what_breaks_clients_would_be_found(protos: Path, file: str, old: str, new: str) -> None:
+    change(protos / f"{file}.proto", old, new)
+    assert buf(protos, *BREAKING).returncode != 0
+
+
+def test_what_is_added_breaks_nobody(protos: Path) -> None:
+    change(
+        protos / "generation.proto",
+        "int32 cached_prompt_tokens = 4;",
+        "int32 cached_prompt_tokens = 4; int32 more = 99;",
+    )
+    assert buf(protos, *BREAKING).returncode == 0
+
+
+# --- the reference ----------------------------------------------------------------------------
+
+
+def reference(protos: Path) -> str:
+    spec = importlib.util.spec_from_file_location("api_reference", ROOT / "docs/api_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text: str = module.reference(protos)
+    return text
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs/api-reference.md").read_text() == reference(ROOT / "protos"), (
+        "run `make protos`"
+    )
+
+
+def test_the_reference_has_every_field_method_and_value() -> None:
+    text = (ROOT / "docs/api-reference.md").read_text()
+    for file in (generation_pb2, cluster_pb2, common_pb2):
+        for message in file.DESCRIPTOR.message_types_by_name.values():
+            assert f"### {message.name}\n" in text
+            assert all(nested.GetOptions().map_entry for nested in message.nested_types)
+            assert not message.enum_types, "the reference has no place for one inside a message"
+            for field in message.fields:
+                assert re.search(rf"^\| `{field.name}` \| .* \| {field.number} \|", text, re.M)
+        for enum in file.DESCRIPTOR.enum_types_by_name.values():
+            for value in enum.values:
+                assert f"| `{value.name}` | {value.number} |" in text
+        for service in file.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                assert f"### {service.name}.{method.name}\n" in text
+
+
+def test_a_changed_comment_would_be_noticed(protos: Path) -> None:
+    change(protos / "generation.proto", "what an answer has cost".capitalize(), "What it has cost")
+    assert reference(protos) != (ROOT / "docs/api-reference.md").read_text()
+
+
+# --- services ---------------------------------------------------------------------------------
 
 
 SERVICES = (

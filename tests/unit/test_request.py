@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tiny_models import BOS, EOS, write_byte_tokenizer
 
 from legato.cluster.errors import RequestError
-from legato.cluster.request import ModelLimits, RequestSpec, parse_request
+from legato.cluster.model_limits import ModelLimits
+from legato.cluster.request import RequestSpec, parse_request
 from legato.cluster.text.model_text import ModelText
 from legato.protos import common_pb2, generation_pb2
 from legato.worker.kv.block_pool import BlockPool
@@ -575,3 +576,47 @@ def test_any_bytes_that_are_a_message_are_served_or_refused(
     except Exception:  # protobuf's own refusal: such bytes reach no one
         return
     check_or_refused(message, model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "max_tokens", "prompt_only"),
+    [
+        ({}, None, 62, False),
+        ({"prompt_logprobs": 0}, 0, 62, False),
+        ({"prompt_logprobs": 20, "max_tokens": 1}, 20, 1, False),
+        ({"prompt_logprobs": 3, "max_tokens": 0}, 3, 1, True),
+        ({"prompt_logprobs": 3, "max_tokens": 0, "n": 3}, 3, 1, True),
+    ],
+)
+def test_prompt_logprobs_are_the_requests_and_no_attempts(
+    model: ModelText, fields: dict[str, Any], count: int | None, max_tokens: int, prompt_only: bool
+) -> None:
+    spec = parse(model, **fields)
+    assert (spec.prompt_logprobs, spec.max_tokens, spec.prompt_only) == (
+        count,
+        max_tokens,
+        prompt_only,
+    )
+    assert not spec.sampling.HasField("prompt_logprobs")
+
+
+@pytest.mark.parametrize(("length", "count"), [(12_483, 20), (131_072, 1), (262_144, 0)])
+def test_prompt_logprobs_are_bounded(model: ModelText, length: int, count: int) -> None:
+    large = limits(context_length=1 << 20, prefill_kv_tokens=1 << 20, decode_kv_tokens=1 << 20)
+    fields = {"prompt_logprobs": count, "max_tokens": 1}
+    assert parse(model, token_ids=[1] * length, limits=large, **fields).prompt_logprobs == count
+    with pytest.raises(RequestError) as error:
+        parse(model, token_ids=[1] * (length + 1), limits=large, **fields)
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"sampling.prompt_logprobs is {count}" in error.value.message
+    assert "limit 262144" in error.value.message
+
+
+def test_a_resumed_stream_is_not_told_its_prompt_again(model: ModelText) -> None:
+    message = request(request_id="r", prompt_logprobs=2, max_tokens=0)
+    message.resume.SetInParent()
+    assert parse_request(message, model, LIMITS).prompt_logprobs == 2
+    start = generation_pb2.StreamStart(seed=5, max_tokens=1, model_fingerprint="f")
+    message.resume.start.CopyFrom(start)
+    spec = parse_request(message, model, LIMITS)
+    assert (spec.prompt_logprobs, spec.max_tokens, spec.prompt_only) == (None, 1, True)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.kernels.rows import take_rows
+from legato.worker.prompt_scores import rows_a_piece
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from legato.worker.forward import ForwardBatch
     from legato.worker.kv.cache import KvCache
     from legato.worker.models.config import ModelConfig
+    from legato.worker.prompt_scores import ScoredRows
 
 # What an MLP makes of so many tokens stays in a CPU's caches until it is used, and the buffers of
 # long prompts stay small. (256 and 1,024 were no quicker.)
@@ -71,13 +73,39 @@ class ForwardPass:
             hidden = self.hidden[start : start + size]
             yield hidden, self.inner[: hidden.shape[0]]
 
-    @property
-    def wants_logits(self) -> bool:
-        """False for a chunk in the middle of a prompt."""
-        return self.last.shape[0] > 0
+    def finish(self, head: Callable[[Tensor, Tensor], Tensor], *, add_hidden: bool) -> Tensor:
+        """The logits, behind the scores of prompts' tokens, whose logits come a piece at a time.
+
+        `head` turns rows [N, hidden_size], which it may overwrite, into logits [N, vocab_size];
+        with `add_hidden`, `hidden` is what the last block has yet to add to the residual.
+        """
+        if self.batch.scores is not None:
+            self._score(self.batch.scores, head, add_hidden=add_hidden)
+        if self.last.shape[0]:  # not in the middle of a prompt
+            self.take_last(add_hidden=add_hidden)
+            head(self.last, self.logits)
+        return self.logits
 
     def take_last(self, *, add_hidden: bool) -> None:
-        """Fills `last`; `hidden` is what the last block has yet to add to the residual."""
-        take_rows(self.residual, self.batch.logit_rows, self.last)
+        """Fills `last`."""
+        self._take(self.batch.logit_rows, self.last, add_hidden=add_hidden)
+
+    def _take(self, rows: Tensor, out: Tensor, *, add_hidden: bool) -> None:
+        take_rows(self.residual, rows, out)
         if add_hidden:
-            take_rows(self.hidden, self.batch.logit_rows, self.last, add=True)
+            take_rows(self.hidden, rows, out, add=True)
+
+    def _score(
+        self, scores: ScoredRows, head: Callable[[Tensor, Tensor], Tensor], *, add_hidden: bool
+    ) -> None:
+        vocab_size = self.logits.shape[1]
+        num_rows = min(rows_a_piece(vocab_size), scores.rows.shape[0])
+        device = self.last.device
+        hidden = self.batch.empty(
+            num_rows, self.last.shape[1], dtype=self.last.dtype, device=device
+        )
+        logits = self.batch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
+        for rows, take in scores.pieces(num_rows):
+            count = rows.shape[0]
+            self._take(rows, hidden[:count], add_hidden=add_hidden)
+            take(head(hidden[:count], logits[:count]))

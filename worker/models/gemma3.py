@@ -93,8 +93,8 @@ class Gemma3Model:
         local_tables = self._local_rotation.tables(batch)
         for layer in self._layers:
             layer(run, tables if layer.attention.window is None else local_tables)
-        if not run.wants_logits:
-            return run.logits
-        run.take_last(add_hidden=False)
-        rms_norm(run.last, self._final_norm, self.config.norm_eps, out=run.last)
-        return self._vocabulary.logits(run)
+        return run.finish(self._head, add_hidden=False)
+
+    def _head(self, rows: Tensor, logits: Tensor) -> Tensor:
+        rms_norm(rows, self._final_norm, self.config.norm_eps, out=rows)
+        return self._vocabulary.logits(rows, logits)

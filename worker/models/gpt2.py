@@ -110,9 +110,9 @@ class Gpt2Model:
         take_rows(self._positions, batch.positions, run.residual, add=True)
         for layer in self._layers:
             layer(run)
-        if not run.wants_logits:
-            return run.logits
-        run.take_last(add_hidden=True)
+        return run.finish(self._head, add_hidden=True)
+
+    def _head(self, rows: Tensor, logits: Tensor) -> Tensor:
         norm = self._final_norm
-        layer_norm(run.last, norm.weight, norm.bias, norm.eps, out=run.last)
-        return self._vocabulary.logits(run)
+        layer_norm(rows, norm.weight, norm.bias, norm.eps, out=rows)
+        return self._vocabulary.logits(rows, logits)

@@ -85,8 +85,8 @@ class LlamaModel:
         tables = self._rotation.tables(batch)
         for layer in self._layers:
             layer(run, tables)
-        if not run.wants_logits:
-            return run.logits
-        run.take_last(add_hidden=True)
-        rms_norm(run.last, self._final_norm, self.config.norm_eps, out=run.last)
-        return self._vocabulary.logits(run)
+        return run.finish(self._head, add_hidden=True)
+
+    def _head(self, rows: Tensor, logits: Tensor) -> Tensor:
+        rms_norm(rows, self._final_norm, self.config.norm_eps, out=rows)
+        return self._vocabulary.logits(rows, logits)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from legato.kernels.weight import Weight
     from legato.worker.models.config import ModelConfig
-    from legato.worker.models.forward_pass import ForwardPass
     from legato.worker.weights.weight_reader import WeightReader
 
 _HEAD_LAYER = HEAD.removesuffix(".weight")
@@ -41,6 +40,6 @@ class Vocabulary:
         """token_ids [T] to `out` [T, hidden_size]."""
         take_rows(self.embedding, token_ids, out, scale=self.scale)
 
-    def logits(self, run: ForwardPass) -> Tensor:
-        """[R, vocab_size] fp32 of `run.last`, which has had its norm."""
-        return linear(run.last, self.head, out=run.logits)
+    def logits(self, rows: Tensor, out: Tensor) -> Tensor:
+        """Of rows [R, hidden_size], which have had their norm, to `out` [R, vocab_size] fp32."""
+        return linear(rows, self.head, out=out)

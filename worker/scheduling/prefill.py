@@ -24,7 +24,8 @@ class PrefillScheduler:
     that does not fit holds back those behind it: letting them pass would starve it.
 
     Full blocks that another prompt with the same beginning left behind are shared, not computed
-    again; those that this one fills can be found by the next. A prompt without usable logits takes
+    again, but for a prompt whose tokens' logprobs are wanted: of what is not computed there are no
+    logits. Those that this one fills can be found by the next. A prompt without usable logits takes
     all its blocks out of the cache: NaN may be in them, even before the token that brought it.
     """
 
@@ -124,6 +125,8 @@ class PrefillScheduler:
         """All its blocks, where there is room; what is cached of them counts as computed."""
         # The last token is computed in any case: its logits are what the prompt is for.
         reusable = sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._block_size]
+        if sequence.prompt_scores is not None:
+            reusable = []
         num_blocks = blocks_for(len(sequence.token_ids), self._block_size)
         found = self._pool.acquire(reusable, num_blocks)
         if found is None:

@@ -262,7 +262,7 @@ class DecodeCall:
             if not tokens:
                 return
             self._first = first = tokens.pop(0)
-            message = first_token_message([first], stream.sequence.num_cached)
+            message = first_token_message([first], stream.sequence)
             yield worker_pb2.DecodeEvent(first_token=message)
             joins = first.finish_reason is None
         # Before all else, as the protocol says: also where one leaves that was in no batch yet.

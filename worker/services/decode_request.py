@@ -36,6 +36,7 @@ class DecodeRequest:
     params: SamplingParams  # of answer 0; see `SamplingParams.for_answer`
     eos_token_ids: frozenset[int]
     hasher: PrefixHasher | None  # None: blocks are not to be found again
+    block_hashes: list[bytes]  # of the rows' full blocks; [] without a hasher
     vocab_size: int
 
     @classmethod
@@ -72,12 +73,16 @@ class DecodeRequest:
         token_ids = list(reserve.token_ids)
         hasher = identity.prefix_hasher(reserve.cache_salt) if prefix_cache else None
         hashes = hasher.block_hashes(token_ids) if hasher is not None else []
+        # A prompt whose tokens' logprobs are wanted is computed as a whole: of what is found there
+        # would be no logits.
+        shared = hashes if params.prompt_logprobs is None else []
         return cls(
-            ticket=TicketRequest(newcomer, reserve.arrival, token_ids, hashes),
+            ticket=TicketRequest(newcomer, reserve.arrival, token_ids, shared),
             num_prompt_tokens=num_prompt,
             params=params,
             eos_token_ids=frozenset(reserve.eos_token_ids),
             hasher=hasher,
+            block_hashes=hashes,
             vocab_size=vocab_size,
         )
 
@@ -123,7 +128,7 @@ class DecodeRequest:
             params=self.params.for_answer(answer),
             eos_token_ids=self.eos_token_ids,
             num_computed=len(token_ids) if first_token else 0,
-            block_hashes=list(self.ticket.block_hashes),
+            block_hashes=list(self.block_hashes),
             hasher=self.hasher,
             # The router counts requests; of one request's answers the last yields first.
             arrival=self.ticket.arrival * MAX_ANSWERS + answer,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from legato.worker.mailbox import TokenEvent
+    from legato.worker.sequence import Sequence
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -28,16 +29,26 @@ def answer_start(event: TokenEvent) -> worker_pb2.AnswerStart:
     )
 
 
-def first_token_message(events: SequenceOf[TokenEvent], num_cached: int) -> worker_pb2.FirstToken:
-    """The first tokens of all answers to one prompt, of which so many had their KV already."""
+def first_token_message(
+    events: SequenceOf[TokenEvent], sequence: Sequence
+) -> worker_pb2.FirstToken:
+    """The first tokens of all answers to the sequence's prompt."""
     last = events[-1]  # all have the same figures: they come of the same step
-    return worker_pb2.FirstToken(
+    message = worker_pb2.FirstToken(
         answers=[answer_start(event) for event in events],
         wait_s=last.wait_s,
         model_s=last.model_s,
         prefill_forwards=last.num_forwards,
-        cached_tokens=num_cached,
+        cached_tokens=sequence.num_cached,
     )
+    scores = sequence.prompt_scores
+    if scores is not None:
+        message.prompt_logprobs.SetInParent()  # a prompt of one token has none
+        for own, values, ids in zip(scores.own, scores.top_values, scores.top_ids, strict=True):
+            message.prompt_logprobs.logprobs.extend(own.tolist())
+            message.prompt_logprobs.top_logprobs.extend(values.flatten().tolist())
+            message.prompt_logprobs.top_token_ids.extend(ids.flatten().tolist())
+    return message
 
 
 def tokens_message(

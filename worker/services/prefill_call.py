@@ -109,7 +109,7 @@ class PrefillCall:
         goes_on = any(token.finish_reason is None for token in tokens)
         if goes_on and self._sequence.progress is not None:
             self._sequence.progress.confirm()
-        first_token = first_token_message(tokens, self._sequence.num_cached)
+        first_token = first_token_message(tokens, self._sequence)
         await self._write(worker_pb2.PrefillEvent(first_token=first_token))
         if goes_on and self._handoff is not None:
             await self._tell_of_handoffs()

@@ -89,8 +89,9 @@ def read_sampling(message: common_pb2.SamplingParams, vocab_size: int) -> Sampli
         raise invalid(
             f"sampling.min_tokens is {params.min_tokens}, limit [0, max_tokens {params.max_tokens}]"
         )
-    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
-        raise invalid(f"sampling.logprobs is {params.logprobs}, limit [0, {MAX_LOGPROBS}]")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise invalid(f"sampling.{name} is {count}, limit [0, {MAX_LOGPROBS}]")
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid(
             f"sampling.stop_token_ids has {len(params.stop_token_ids)} ids, "
