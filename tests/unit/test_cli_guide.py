@@ -31,12 +31,12 @@ def test_what_the_options_ask_for(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_together_or_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match="^--json-schema and --choice do not go together"):
+    with pytest.raises(ServiceError, match=r"^--json-schema and --choice do not go together"):
         make_guide(json_schema=SCHEMA, regex=None, choice=["a"])
-    with pytest.raises(ServiceError, match="no.json: cannot be read: No such file or directory"):
+    with pytest.raises(ServiceError, match=r"no.json: cannot be read: No such file or directory"):
         make_guide(json_schema=str(tmp_path / "no.json"), regex=None, choice=[])
     (tmp_path / "odd.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(ServiceError, match="odd.json: cannot be read: 'utf-8' codec"):
+    with pytest.raises(ServiceError, match=r"odd.json: cannot be read: 'utf-8' codec"):
         make_guide(json_schema=str(tmp_path / "odd.json"), regex=None, choice=[])
-    with pytest.raises(ServiceError, match="--json-schema .*: cannot be read"):
+    with pytest.raises(ServiceError, match=r"--json-schema .*: cannot be read"):
         make_guide(json_schema="a\0b", regex=None, choice=[])
