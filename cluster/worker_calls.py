@@ -44,11 +44,6 @@ def _check_there(view: WorkerView) -> None:
         raise WorkerFailedError(view, view.lost_reason, gone=True)
 
 
-def _metadata(view: WorkerView, span: CallSpan | None) -> tuple[tuple[str, str], ...]:
-    """That of every call to the worker, and what joins this one to its trace."""
-    return (*view.metadata, *(span.metadata if span is not None else ()))
-
-
 def _begin_span(
     trace: RequestTrace | None, view: WorkerView, service: str, method: str
 ) -> CallSpan | None:
@@ -56,6 +51,7 @@ def _begin_span(
 
 
 def _metadata(view: WorkerView, span: CallSpan | None) -> tuple[tuple[str, str], ...]:
+    """That of every call to the worker, and what joins this one to its trace."""
     return view.metadata if span is None else (*view.metadata, *span.metadata)
 
 
