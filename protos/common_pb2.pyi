@@ -359,6 +359,8 @@ Global___Guide: _TypeAlias = Guide  # noqa: Y015
 
 @_typing.final
 class GuideChoice(_message.Message):
+    """The strings that an answer may be."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
