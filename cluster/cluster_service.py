@@ -92,13 +92,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ChangeRoleResponse:
         """See cluster.proto."""
-        role = _read_role("role", request.role)
-        if len(request.worker_id) > MAX_WORKER_ID_CHARS:
-            raise invalid(
-                f"worker_id has {len(request.worker_id)} chars, limit {MAX_WORKER_ID_CHARS}"
-            )
+        role, worker_id = _read_role("role", request.role), _read_worker_id(request.worker_id)
         try:
-            change = await _asked(self._router.control.change_role(request.worker_id, role))
+            change = await _asked(self._router.control.change_role(worker_id, role))
         except UnknownWorkerError as error:
             raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
         except RoleChangeRefusedError as error:
@@ -116,8 +112,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.DrainWorkerResponse:
         """See cluster.proto."""
+        asked_id = _read_worker_id(request.worker_id)
         try:
-            worker_id = await _asked(self._router.control.drain_worker(request.worker_id))
+            worker_id = await _asked(self._router.control.drain_worker(asked_id))
         except UnknownWorkerError as error:
             raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
         except RoleChangeRefusedError as error:
@@ -212,6 +209,12 @@ async def _asked(call: Coroutine[Any, Any, T]) -> T:
         raise unavailable(f"the controller did not answer within {COMMAND_TIMEOUT_S:g} s") from None
     except ConnectionError as error:  # it restarts, or is gone, or cannot do it now
         raise unavailable(str(error)) from error
+
+
+def _read_worker_id(text: str) -> str:
+    if len(text) > MAX_WORKER_ID_CHARS:
+        raise invalid(f"worker_id has {len(text)} chars, limit {MAX_WORKER_ID_CHARS}")
+    return text
 
 
 def _read_role(field: str, number: int) -> Role:

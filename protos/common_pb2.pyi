@@ -359,7 +359,7 @@ Global___Guide: _TypeAlias = Guide  # noqa: Y015
 
 @_typing.final
 class GuideChoice(_message.Message):
-    """The texts of `Guide.choice`."""
+    """The strings that an answer may be."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -35,6 +35,15 @@ Message = Any
 PREFILL, DECODE, LINK = "PrefillWorker/Prefill", "DecodeWorker/Decode", "KvTransfer/Link"
 
 
+# By path below SamplingParams: each kind of guide beyond its limit.
+GUIDES = {
+    "guide.json_schema": common_pb2.Guide(json_schema='{"const": "' + "x" * MANY + '"}'),
+    "guide.regex": common_pb2.Guide(regex="x" * MANY),
+    "guide.choice.texts": common_pb2.Guide(choice=common_pb2.GuideChoice(texts=["x"] * MANY)),
+    "guide.grammar": common_pb2.Guide(grammar='start: "' + "x" * MANY + '"'),
+}
+
+
 def generate(**settings: Any) -> generation_pb2.GenerateRequest:  # noqa: ANN401  # of the message
     return generation_pb2.GenerateRequest(text="hi", **settings)
 
@@ -72,6 +81,12 @@ PUBLIC: dict[str, dict[str, Message]] = {
         "sampling.stop (one)": with_sampling(stop=["x" * (1 << 20)]),
         "sampling.stop_token_ids": with_sampling(stop_token_ids=[1] * MANY),
         "sampling.logit_bias": with_sampling(logit_bias=dict.fromkeys(range(MANY), 1.0)),
+        **{
+            f"sampling.{path}": with_sampling(
+                guide=guide,
+            )
+            for path, guide in GUIDES.items()
+        },
         "cache_salt": generate(cache_salt="x" * MANY),
         "resume.start.model_fingerprint": resumed(
             start=generation_pb2.StreamStart(max_tokens=8, model_fingerprint="x" * MANY)
@@ -106,6 +121,7 @@ PUBLIC: dict[str, dict[str, Message]] = {
             worker_id="x" * MANY, role=common_pb2.WORKER_ROLE_DECODE
         ),
     },
+    "Cluster/DrainWorker": {"worker_id": cluster_pb2.DrainWorkerRequest(worker_id="x" * MANY)},
     "Cluster/Shutdown": {},
 }
 
@@ -154,6 +170,10 @@ def of_request(make: Callable[..., Message], where: str) -> dict[str, Message]:
         f"{where}.sampling.logit_bias": make(
             sampling=sampling(4, logit_bias=dict.fromkeys(range(MANY), 1.0))
         ),
+        **{
+            f"{where}.sampling.{path}": make(sampling=sampling(4, guide=guide))
+            for path, guide in GUIDES.items()
+        },
         f"{where}.eos_token_ids": make(eos_token_ids=[1] * MANY),
         f"{where}.cache_salt": make(cache_salt="x" * MANY),
     }
