@@ -194,6 +194,8 @@ class PoolView:
         """Loses every worker that has not reported for too long. Called at least each 0.25 s.
 
         Where our own loop was held up, the reports may lie unread: that is no worker's silence.
+        Where several are there and none of them has said anything of late, it is the machine's, or
+        the network's: all are left out, and have a while to come back before somebody ends them.
         """
         now = self._now()
         held_up_s = max(0.0, now - self._last_tick_at - self._silence_s / 4)
@@ -202,6 +204,11 @@ class PoolView:
         self._last_tick_at = now
         for view in self.views():
             view.last_report_at = min(now, view.last_report_at + held_up_s)
+        ready = [view for view in self.views() if view.state is ViewState.READY]
+        newest = max((view.last_report_at for view in ready), default=now)
+        if len(ready) > 1 and now - newest > self._silence_s / 2:
+            self._held_up_at = now
+        for view in self.views():
             silent_s = now - view.last_report_at
             if view.state is ViewState.READY and silent_s > self._silence_s:
                 self.lose(view, f"no report for {silent_s:.1f} s (limit {self._silence_s:g} s)")

@@ -32,6 +32,7 @@ from legato.cluster.http.openapi import describe, posts
 from legato.cluster.http.request_body import read_object
 from legato.cluster.http.shared_fields import read_fields
 from legato.cluster.page.routes import add_page
+from legato.cluster.request import MAX_N
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,6 +129,9 @@ def _generation(
 ) -> GenerationResponse:
     if fields.model is not None:
         _check_model(router, fields.model)
+    num_answers = 1 if fields.n is None else fields.n
+    if not 1 <= num_answers <= MAX_N:  # a place for each is made before the router refuses it
+        raise invalid(f"n is {num_answers}, limit [1, {MAX_N}]")
     request_id = _request_id(http)
     for number, request in enumerate(requests):
         request.request_id = f"{request_id}-{number}" if len(requests) > 1 else request_id
@@ -136,7 +140,7 @@ def _generation(
         form=form,
         id=form.id_prefix + request_id,
         model=router.model_name,
-        num_answers=1 if fields.n is None else fields.n,
+        num_answers=num_answers,
         echo=echo,
         logprobs=logprobs,
         token_ids=bool(fields.return_token_ids),

@@ -233,6 +233,9 @@ STEPS = _worker("steps", "counter", "Forward passes: prefill or decode.", "kind"
 TOKENS = _worker("tokens", "counter", "Tokens computed: prefill or decode.", "kind")
 MODEL_SECONDS = _worker("model_seconds", "counter", "Seconds that steps took.")
 SENT = _worker("kv_sent_bytes", "counter", "KV sent to other workers.")
+SENT_BY_MEMORY = _worker(
+    "kv_sent_by_memory_bytes", "counter", "Of the KV sent, what went through shared memory."
+)
 RECEIVED = _worker("kv_received_bytes", "counter", "KV received from other workers.")
 TRANSFERS = _worker("kv_transfers", "counter", "Transfers: completed or failed.", "result")
 CHUNKS_REFUSED = _worker(

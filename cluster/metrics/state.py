@@ -48,6 +48,7 @@ _COUNTERS: tuple[tuple[Metric, tuple[tuple[tuple[str, ...], str], ...]], ...] = 
     (names.TOKENS, tuple(((kind,), f"{kind}_tokens") for kind in ("prefill", "decode"))),
     (names.MODEL_SECONDS, (((), "model_s"),)),
     (names.SENT, (((), "kv_bytes_sent"),)),
+    (names.SENT_BY_MEMORY, (((), "kv_bytes_sent_by_memory"),)),
     (names.RECEIVED, (((), "kv_bytes_received"),)),
     (
         names.TRANSFERS,

@@ -74,6 +74,21 @@ async def test_a_hanging_decode_worker_is_found_by_its_silence() -> None:
         await service.settle()
 
 
+async def test_where_all_fall_silent_at_once_none_is_ended() -> None:
+    """A machine that has no time for anybody: they are left out, and come back."""
+    prefill, decodes = FakeWorker("prefill"), workers(2)
+    async with Service([prefill], decodes, worker_silence_s=0.6) as service:
+        for worker in (prefill, *decodes):
+            worker.hang()
+        await until(lambda: not service.router.pool.placeable("decode"))
+        for worker in (prefill, *decodes):
+            worker.resume()
+        await until(lambda: len(service.router.pool.placeable("decode")) == 2)
+        await asyncio.sleep(1.0)  # longer than the while that they have
+        assert service.control.lost == []
+        await collect(service, ask("next", 5))
+
+
 async def test_our_own_stall_is_no_silence_of_the_workers() -> None:
     async with Service([FakeWorker("prefill")], workers(1), worker_silence_s=0.4) as service:
         pool = service.router.pool
