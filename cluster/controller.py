@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from legato.cluster.adoption import ControllerMemory, plan_adoption
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from legato.protos import cluster_pb2
 
 log = logging.getLogger(__name__)
+MAX_NEWS = 16  # kept for who asks later
 
 
 class Controller:
@@ -63,6 +65,13 @@ class Controller:
         self._held = ""  # why nothing can be started
         self._num_started = dict.fromkeys(ROLES, 0)
         self._remembered: ControllerMemory | None = None
+        self._news: deque[str] = deque(maxlen=MAX_NEWS)
+
+    def take_news(self) -> list[str]:
+        """Which workers that served were lost since the last call, in sentences."""
+        news = list(self._news)
+        self._news.clear()
+        return news
 
     def adopt(self, memory: ControllerMemory, found: Iterable[FoundWorker], now_s: float) -> None:
         """Takes over from a controller whose process ended; before the first `step`.
@@ -338,6 +347,8 @@ class Controller:
     ) -> None:
         level = logging.INFO if worker.state is WorkerState.DRAINING else logging.WARNING
         log.log(level, "worker %s (%s) ended: %s", worker.name, worker.known_id, reason)
+        if worker.state is WorkerState.READY and not self._closed:
+            self._news.append(f"{pool.role} worker {worker.known_id} is lost: {reason}")
         pool.note_end(worker, reason, now_s, self._options, failed=failed, permanent=permanent)
         pool.remove(worker, now_s)
         self._publish_changes()  # before the kill: nothing new may go there

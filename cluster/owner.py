@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from legato.cluster.client_access import ClientAccess
     from legato.cluster.config import ServiceConfig
     from legato.cluster.stop_signal import StopSignal
+    from legato.protos.tls_files import TlsFiles
 
 POLL_S = 0.1
 JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
@@ -175,6 +176,11 @@ class Owner:
                 return asked
             time.sleep(POLL_S)
         return DRAIN_S
+
+    @property
+    def public_access(self) -> tuple[TlsFiles | None, str | None]:
+        """What its clients meet: TLS, and the file of their tokens."""
+        return self._config.router.tls, self._config.router.token_file
 
     @property
     def http_addresses(self) -> list[str]:

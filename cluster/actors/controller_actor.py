@@ -88,10 +88,12 @@ class ControllerActor:
 
     # --- the owner's side ---------------------------------------------------------------------
 
-    async def beat(self) -> tuple[WorkerProcess, bool]:
-        """The owner lives; tells it where this process is, and whether Ray's head is lost."""
+    async def beat(self) -> tuple[WorkerProcess, bool, list[str]]:
+        """The owner lives; tells it where this process is, whether Ray's head is lost, and the news
+        of workers.
+        """
         self._owner_watch.beat(time.monotonic())
-        return self._process, self._launcher.head_lost
+        return self._process, self._launcher.head_lost, self._controller.take_news()
 
     async def head_lost(self) -> None:
         """The owner saw the head's process end."""

@@ -80,15 +80,14 @@ class ControllerLink:
 
     def _note_answer(self, now_s: float) -> str:
         try:
-            answer: tuple[WorkerProcess, bool] = ray.get(self._beat_call)
+            answer: tuple[WorkerProcess, bool, list[str]] = ray.get(self._beat_call)
         except ActorUnavailableError:
             return ""
         except ActorDiedError:
             self.failure = f"the controller ended: {outcome(self._beat_call)}"
             return ""
         self._answered_at_s = now_s
-        process, head_lost = answer
-        news = []
+        process, head_lost, news = answer
         if self._process not in (None, process):
             news.append("the controller ended and was started again")
         if head_lost is not self.head_lost:

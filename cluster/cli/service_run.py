@@ -61,11 +61,27 @@ def stay(owner: Owner, address: str, progress: TerminalProgress) -> float:
     progress.stage(f"ready at {address}")
     if http := owner.http_addresses:
         scheme = "http" if owner.access.tls is None else "https"
-        urls = ", ".join(f"{scheme}://{dial_address(at)}/v1" for at in http)
-        progress.stage(f"OpenAI-compatible HTTP at {urls}")
-    at = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --address {address}"
-    progress.stage(f'try: legato generate "Why is the sky blue?"{at}   (Ctrl-C ends the service)')
+        urls = [f"{scheme}://{dial_address(at)}/" for at in http]
+        progress.stage(f"OpenAI-compatible HTTP at {', '.join(f'{url}v1' for url in urls)}")
+        progress.stage(f"live page at {', '.join(urls)}")
+    progress.stage(
+        f'try: legato generate "Why is the sky blue?"{_access_words(owner, address)}   '
+        "(Ctrl-C ends the service)"
+    )
     return owner.wait()
+
+
+def _access_words(owner: Owner, address: str) -> str:
+    """What a command of this machine must be told to reach it; `…` for what only clients have."""
+    words = [] if address == f"127.0.0.1:{DEFAULT_PORT}" else ["--address", address]
+    tls, token_file = owner.public_access
+    if tls is not None and tls.ca_file is not None:
+        words += ["--tls-ca", tls.ca_file, "--tls-cert", "…", "--tls-key", "…"]
+    elif tls is not None:
+        words += ["--tls-ca", "…"]
+    if token_file is not None:
+        words += ["--token-file", token_file]
+    return "".join(f" {word}" for word in words)
 
 
 def _kv_lines(address: str, access: ClientAccess) -> list[str]:

@@ -38,6 +38,17 @@ def test_a_dead_worker_is_unpublished_and_replaced_at_once_when_it_had_lived() -
     assert world.ids() == ["id-prefill-1", "id-decode-2"]
 
 
+def test_who_asks_is_told_once_which_workers_were_lost() -> None:
+    world = World()
+    world.ready("prefill-1", "decode-1", now_s=1.0)
+    assert world.controller.take_news() == []
+    world.controller.on_dead("decode-1", "killed", 50.0)
+    assert world.controller.take_news() == ["decode worker id-decode-1 is lost: killed"]
+    assert world.controller.take_news() == []
+    world.controller.on_dead("decode-2", "no memory", 51.0)  # it never served
+    assert world.controller.take_news() == []
+
+
 def test_an_early_death_is_replaced_after_a_back_off() -> None:
     world = World()
     world.ready("prefill-1", "decode-1", now_s=1.0)
