@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,15 @@ MAX_TEXT = 4096
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-class Form:
+class Form(ABC):
     """What all have in common. A form may be written as a mapping in a file too: see `join`."""
 
     metavar = "TEXT"
     choices: tuple[str, ...] = ()
 
+    @abstractmethod
     def read(self, text: str) -> Any:  # noqa: ANN401  # each its own
         """The value; ValueError where it is none."""
-        raise NotImplementedError
 
     def show(self, value: Any) -> str:  # noqa: ANN401  # as above
         """A value as one may write it."""
