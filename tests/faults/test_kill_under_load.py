@@ -34,9 +34,10 @@ PERIOD_S = 3.0 if FULL else 1.5  # between two kills, on average
 CANCEL_EVERY = 25
 DEADLINE_S = 240.0
 # What must have been hit for the run to count. A few kills may all miss the short phases, whose
-# every moment the tables of faults strike.
+# every moment the tables of faults strike. With 24 at once hardly one ever waits in the router:
+# that is `test_last_of_its_kind`'s, where all do.
 DECODING = {"decode/decode"}
-ON_THE_WAY = {"prefill/prefill", "prefill/handoff", "decode/prefill", "decode/handoff", "queued"}
+ON_THE_WAY = {"prefill/prefill", "prefill/handoff", "decode/prefill", "decode/handoff"}
 MUST_HIT = DECODING | ON_THE_WAY if FULL else DECODING
 
 
