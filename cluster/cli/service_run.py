@@ -28,27 +28,26 @@ def run_service(
     from legato.cluster.owner import Owner
     from legato.cluster.stop_signal import StartInterruptedError, StopSignal
 
-    stop = StopSignal()
-    stop.install()
-    progress = TerminalProgress()
-    owner = Owner(config, progress, stop)
-    drain_timeout_s: float | None = None
-    because = ""
-    try:
-        address = owner.start()
-        progress.close()
-        drain_timeout_s = while_ready(owner, address, progress)
-    except StartInterruptedError:
-        progress.stage("interrupted")
-        return 130
-    except ServiceError as error:
-        because = str(error)
-        raise
-    finally:
-        owner.end(drain_timeout_s, because)
-        progress.close()
-    progress.stage("ended")
-    return 0
+    with StopSignal() as stop:
+        progress = TerminalProgress()
+        owner = Owner(config, progress, stop)
+        drain_timeout_s: float | None = None
+        because = ""
+        try:
+            address = owner.start()
+            progress.close()
+            drain_timeout_s = while_ready(owner, address, progress)
+        except StartInterruptedError:
+            progress.stage("interrupted")
+            return 130
+        except ServiceError as error:
+            because = str(error)
+            raise
+        finally:
+            owner.end(drain_timeout_s, because)
+            progress.close()
+        progress.stage("ended")
+        return 0
 
 
 def stay(owner: Owner, address: str, progress: TerminalProgress) -> float:

@@ -107,8 +107,10 @@ def num_waiting(rig: KillRig, strike: Strike) -> int:
 
 
 async def ask_all(rig: KillRig, name: str) -> list[tuple[float, CallHistory]]:
-    """100 requests at once, with deadlines that also a busy machine could meet."""
-    requests = mixed(NUM_REQUESTS, seed=6, longest_prompt=40, longest_answer=300)
+    """100 requests at once, with deadlines that also a busy machine could meet: the router refuses
+    at once what cannot be answered in time.
+    """
+    requests = mixed(NUM_REQUESTS, seed=6, longest_prompt=40, longest_answer=120)
 
     async def one(number: int) -> tuple[float, CallHistory]:
         deadline_s = DEADLINES_S[number % len(DEADLINES_S)]

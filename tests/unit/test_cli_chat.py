@@ -16,6 +16,7 @@ import pytest
 
 from legato.cluster.cli import chat as chat_command
 from legato.cluster.cli import main as cli
+from legato.cluster.gateway import SERVER_OPTIONS
 from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Parrot(generation_pb2_grpc.GenerationServicer):
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.has_template = True
         self.hanging, self.left = threading.Event(), threading.Event()
-        self.server = grpc.server(futures.ThreadPoolExecutor(4))
+        self.server = grpc.server(futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
         generation_pb2_grpc.add_GenerationServicer_to_server(self, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         self.server.start()

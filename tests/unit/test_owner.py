@@ -82,13 +82,8 @@ class CannedRay:
 
 @pytest.fixture
 def stop() -> Iterator[StopSignal]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    handler = StopSignal()
-    handler.install()
-    yield handler
-    for number, old in zip(numbers, before, strict=True):
-        signal.signal(number, old)
+    with StopSignal() as handler:
+        yield handler
 
 
 @pytest.fixture
