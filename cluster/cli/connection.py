@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,9 @@ CONNECT_TIMEOUT_S = 5.0
 # Of several routers, for one that has the connection to say something: it may hang.
 GREETING_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 10.0
+HANDSHAKE_POLL_S = 0.005
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"  # open to all; an empty message asks for the whole
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words
 
 AddressOption = Annotated[
     str | None,
@@ -126,7 +130,46 @@ def connect_client(address: str) -> Iterator[Client]:
     except ValueError as error:
         raise ServiceError(str(error)) from error
     with sentences(address), client:
+        _check_handshake(address.split(","), access)
         yield client
+
+
+def _check_handshake(targets: list[str], access: ClientAccess) -> None:
+    """Raises what a connection fails by where none comes about with any of them, such as without
+    TLS: the client takes that for an outage, and would wait for its end.
+    """
+    import grpc
+
+    with ExitStack() as channels:
+        calls = [
+            channels.enter_context(_channel(target, access))
+            .unary_unary(HEALTH_METHOD)
+            .future(b"", timeout=GREETING_TIMEOUT_S)
+            for target in targets
+        ]
+        deadline_s = time.monotonic() + GREETING_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            failed = [call.exception() for call in calls if call.done()]
+            if not all(error is not None and _is_no_connection(error) for error in failed):
+                return
+            if len(failed) == len(calls):
+                break
+            time.sleep(HANDSHAKE_POLL_S)
+        else:
+            return  # one hangs, which is the client's to see
+    open_now = [error for target, error in zip(targets, failed, strict=True) if is_open(target)]
+    if open_now and isinstance(open_now[0], grpc.RpcError):
+        raise open_now[0]
+
+
+def _is_no_connection(error: BaseException) -> bool:
+    import grpc
+
+    return (
+        isinstance(error, grpc.RpcError)
+        and error.code() is grpc.StatusCode.UNAVAILABLE
+        and NO_CONNECTION in (error.details() or "")
+    )
 
 
 def _nobody(address: str) -> ServiceError:
@@ -155,7 +198,7 @@ def _sentence(error: grpc.RpcError, address: str) -> str:
         return details  # of the client's own, in a sentence
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in details:
+    if code is grpc.StatusCode.UNAVAILABLE and NO_CONNECTION in details:
         tls = chosen_access().tls
         trouble = details.rpartition("last error: ")[2]
         return f"something listens at {address}, and no connection comes about ({trouble}); " + (

@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from concurrent import futures
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
 from legato.cluster.client_calls import scale_request
 from legato.cluster.config import EngineOptions
+from legato.cluster.dev_certs import make_certs
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import dial_address
 from legato.cluster.router_ports import check_port
@@ -37,9 +39,11 @@ from legato.protos import (
     generation_pb2,
     generation_pb2_grpc,
 )
+from legato.protos.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 COLOCATED = common_pb2.WORKER_ROLE_COLOCATED
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -398,6 +402,26 @@ def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> 
     finally:
         server.stop(0).wait(5)
     assert f"what listens at 127.0.0.1:{port} is no Legato service" in capsys.readouterr().err
+
+
+def test_who_asks_a_service_of_tls_without_it_is_told_so_at_once(
+    run: Runner, capsys: Captured, tmp_path: Path
+) -> None:
+    make_certs(tmp_path)
+    tls = TlsFiles(str(tmp_path / "service.pem"), str(tmp_path / "service.key"))
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", tls.server_credentials())
+    server.start()
+    started_s = time.monotonic()
+    try:
+        for address in (f"127.0.0.1:{port}", f"127.0.0.1:1,127.0.0.1:{port}"):
+            assert run.bare("generate", "--raw", "hello", "--address", address) == 1
+            assert "it may want TLS (--tls-ca, or --tls)" in capsys.readouterr().err
+        assert time.monotonic() - started_s < 10  # no outage, whose end would be waited for
+        address = f"127.0.0.1:{port},127.0.0.1:{run.port}"
+        assert run.bare("generate", "--raw", "hello", "--address", address) == 0
+    finally:
+        server.stop(0).wait(5)
 
 
 def test_status_shows_pools_and_workers(
