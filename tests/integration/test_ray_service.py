@@ -260,7 +260,7 @@ def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path:
     with ray_head(tmp_path) as ray_address:
         join = ("--model", str(model), "--ray-address", ray_address, *SMALL)
         # Two workers of one CPU each do not fit: said while waiting, and at the end.
-        small = legato("serve", "--port", "0", *join, "--start-timeout", "30", env=env)
+        small = legato("serve", "--port", "0", *join, "--start-timeout", "18", env=env)
         assert small.returncode == 1
         waiting = (
             "waiting for room: a decode worker needs CPU=1; the most free on one node is CPU=0"
