@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
+.PHONY: demo test lint types lane-alone lane-processes unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,18 +21,32 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests, in two lanes: those with processes mostly wait; each lane is shown when it ends"
-	@$(MAKE) -s -k -j2 --output-sync=target lane-alone lane-processes
+	@echo "[legato] tests, in two lanes side by side: those with processes mostly wait"
+	@$(MAKE) -s -k -j2 --output-sync=none lane-alone lane-processes
 
 # Without Ray: with these the lanes take about the same time.
-IN_LANE_ALONE := $(addprefix tests/integration/test_,service.py tokens_equal.py hostile.py pools.py pools_of_two_dtypes.py broken_logits_served.py) \
-  $(wildcard tests/faults/test_cancel_table*.py) tests/faults/test_random_cancels.py
+IN_LANE_ALONE := $(addprefix tests/integration/test_,api_cases.py broken_logits_served.py colocated.py guided.py hostile.py \
+    lm_eval_requests.py openai_clients.py overload.py pools.py pools_of_two_dtypes.py service.py tokens_equal.py) \
+  $(addprefix tests/faults/test_,handoff_matrix.py late_rows.py moves_table.py random_cancels.py) \
+  $(wildcard tests/faults/test_cancel_table*.py)
+
+# Each line as it comes, behind its lane's name; kept in build/ too. The folders' bytecode is kept, whatever the
+# environment says: every process of the tests would compile it anew.
+LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
+  $(BIN)/python -u -m pytest --durations=20 --durations-min=5 $(2) 2>&1 | tee build/test-$(1).log | \
+  awk '{ print "$(1) | " $$0; fflush() }'
+lane-%: SHELL := bash
 
 lane-alone: # What `unit` runs and more, beside the other lane
-	@$(BIN)/python -m pytest -q tests/unit tests/kernels $(IN_LANE_ALONE)
+	@$(call LANE,alone,-q tests/unit tests/kernels $(IN_LANE_ALONE))
 
 lane-processes:
-	@$(BIN)/python -m pytest -q tests/integration tests/faults $(addprefix --ignore=,$(IN_LANE_ALONE))
+	@$(call LANE,processes,-v tests/integration tests/faults $(addprefix --ignore=,$(IN_LANE_ALONE)))
+
+test-full: $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## All tests at their full sizes, one after the other (hours)
+	@LEGATO_AOT=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
+	  LEGATO_OVERLOAD=full LEGATO_SIMULATION=full LEGATO_VOCABULARIES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
+	  LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 7200 tests
 
 lint: $(STAMP) ## ruff: rules and format
 	@echo "[legato] lint"
@@ -50,7 +64,11 @@ integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
 	@$(BIN)/python -m pytest -q tests/integration
 
 test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
-	@LEGATO_FAULT_CASES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
+	@LEGATO_FAULT_CASES=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
+	  $(BIN)/python -m pytest -q tests/faults tests/integration/test_control_loss.py
+
+test-memory: $(MODEL_STAMP) ## What loading and running a model takes, in every form of its weights
+	@LEGATO_MEMORY=full $(BIN)/python -m pytest -q tests/unit/test_checkpoint_memory.py tests/integration/test_worker_memory.py
 
 test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \

@@ -60,11 +60,13 @@ OTHER_VARIABLES = frozenset(
         "FUZZ_SEED",
         "KILLS",
         "LATE_ROWS_RUNS",
+        "MEMORY",
         "OVERLOAD",
         "POOL_CYCLES",
         "PROPERTY_EXAMPLES",
         "SIMULATION",
         "TOKENIZERS",
+        "VOCABULARIES",
         "URL",
     ]
 )
