@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 NUM_REQUESTS = 100
+NUM_TOLD = 60  # in one go, of whom the router must think that it can answer them in time
 AT_ONCE = 24
 # Answers in a worker's own phase when it is struck: prompts are there for moments only.
 BUSY = {"prefill": 1, "decode": 6}
@@ -107,10 +108,10 @@ def num_waiting(rig: KillRig, strike: Strike) -> int:
 
 
 async def ask_all(rig: KillRig, name: str) -> list[tuple[float, CallHistory]]:
-    """100 requests at once, with deadlines that also a busy machine could meet: the router refuses
+    """Requests all at once, with deadlines that also a busy machine could meet: the router refuses
     at once what cannot be answered in time.
     """
-    requests = mixed(NUM_REQUESTS, seed=6, longest_prompt=40, longest_answer=120)
+    requests = mixed(NUM_TOLD, seed=6, longest_prompt=40, longest_answer=120)
 
     async def one(number: int) -> tuple[float, CallHistory]:
         deadline_s = DEADLINES_S[number % len(DEADLINES_S)]
@@ -118,7 +119,7 @@ async def ask_all(rig: KillRig, name: str) -> list[tuple[float, CallHistory]]:
         request.request_id = f"{name} {request.request_id}"
         return deadline_s, await record(rig.client, request, timeout_s=deadline_s)
 
-    return await asyncio.gather(*(one(number) for number in range(NUM_REQUESTS)))
+    return await asyncio.gather(*(one(number) for number in range(NUM_TOLD)))
 
 
 def check_told_in_time(ended: list[tuple[float, CallHistory]], role: str) -> dict[str, float]:
@@ -145,7 +146,7 @@ async def test_where_nobody_comes_back_each_is_told_just_before_its_deadline(
             hits = hits_of(rig.lines(), rig.strikes)
             assert hits["decode/decode"] > 0, f"the kill hit no stream: {hits}"
             check_told_in_time([pair for pair in ended if pair[1].error], "decode")
-            assert sum(bool(call.error) for _, call in ended) > 0.8 * NUM_REQUESTS
+            assert sum(bool(call.error) for _, call in ended) > 0.7 * NUM_TOLD
             (_, pool) = (await rig.client.status()).pools
             assert "1 lost and not replaced" in pool.message
             # An operator brings it back.
