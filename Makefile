@@ -33,8 +33,8 @@ IN_LANE_ALONE := $(addprefix tests/integration/test_,api_cases.py broken_logits_
 # Each line as it comes, behind its lane's name; kept in build/ too. The folders' bytecode is kept, whatever the
 # environment says: every process of the tests would compile it anew.
 LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
-  $(BIN)/python -u -m pytest --durations=20 --durations-min=5 $(2) 2>&1 | tee build/test-$(1).log | \
-  awk '{ print "$(1) | " $$0; fflush() }'
+  $(BIN)/python -u -m pytest --durations=20 --durations-min=5 $(2) 2>&1 | \
+  (trap "" INT; tee build/test-$(1).log | awk '{ print "$(1) | " $$0; fflush() }')
 lane-%: SHELL := bash
 
 lane-alone: # What `unit` runs and more, beside the other lane

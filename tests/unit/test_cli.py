@@ -16,6 +16,7 @@ import grpc
 import pytest
 from serve_configs import note_configs
 
+from legato.cluster.cli import connection
 from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
 from legato.cluster.cli.connection import connect
@@ -369,8 +370,9 @@ def test_of_several_routers_one_that_is_there_is_asked(
 
 
 def test_of_several_routers_one_that_hangs_is_left_out(
-    run: Runner, service: CannedService, capsys: Captured
+    run: Runner, service: CannedService, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "GREETING_TIMEOUT_S", 0.5)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # the kernel makes the connection, and nobody says anything
