@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,15 +21,11 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests, in two lanes side by side: those with processes mostly wait"
-	@$(MAKE) -s -k -j2 --output-sync=none lane-alone lane-processes
+	@echo "[legato] tests, in three lanes side by side: those with processes mostly wait"
+	@$(MAKE) -s -k -j3 --output-sync=none lane-unit lane-workers lane-ray
 
-# Without Ray: with these the lanes take about the same time.
-IN_LANE_ALONE := $(addprefix tests/integration/test_,api_cases.py broken_logits_served.py colocated.py guided.py hostile.py \
-    lm_eval_requests.py openai_clients.py overload.py pools.py pools_of_two_dtypes.py service.py tokens_equal.py) \
-  $(addprefix tests/faults/test_,handoff_matrix.py late_rows.py moves_table.py random_cancels.py) \
-  $(wildcard tests/faults/test_cancel_table*.py)
-
+# Who starts the whole service says so in its imports. With the kernels the lanes take about the same time.
+WITH_RAY := $(shell grep -lE "^from (served|ray_head|ray_nodes|kill_rig|router_rig) import" tests/integration/test_*.py tests/faults/test_*.py)
 # Each line as it comes, behind its lane's name; kept in build/ too. The folders' bytecode is kept, whatever the
 # environment says: every process of the tests would compile it anew.
 LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
@@ -37,11 +33,14 @@ LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
   (trap "" INT; tee build/test-$(1).log | awk '{ print "$(1) | " $$0; fflush() }')
 lane-%: SHELL := bash
 
-lane-alone: # What `unit` runs and more, beside the other lane
-	@$(call LANE,alone,-q tests/unit tests/kernels $(IN_LANE_ALONE))
+lane-unit:
+	@$(call LANE,unit,-q tests/unit)
 
-lane-processes:
-	@$(call LANE,processes,-v tests/integration tests/faults $(addprefix --ignore=,$(IN_LANE_ALONE)))
+lane-workers: # Workers in processes and in this one, and kernels
+	@$(call LANE,workers,-q tests/kernels tests/integration tests/faults $(addprefix --ignore=,$(WITH_RAY)))
+
+lane-ray: # The whole service
+	@$(call LANE,ray,-v $(WITH_RAY))
 
 test-full: $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## All tests at their full sizes, one after the other (hours)
 	@LEGATO_AOT=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
