@@ -71,7 +71,7 @@ test-memory: $(MODEL_STAMP) ## What loading and running a model takes, in every 
 
 test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
-	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py
+	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py tests/faults/test_router_killed.py
 
 fuzz: $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
 	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -141,8 +142,9 @@ def _check_handshake(targets: list[str], access: ClientAccess) -> None:
     import grpc
 
     with ExitStack() as channels:
+        bare = replace(access, token=None)  # health is open to all: nothing is shown for it
         calls = [
-            channels.enter_context(_channel(target, access))
+            channels.enter_context(_channel(target, bare))
             .unary_unary(HEALTH_METHOD)
             .future(b"", timeout=GREETING_TIMEOUT_S)
             for target in targets

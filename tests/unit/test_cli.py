@@ -407,7 +407,7 @@ def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> 
 
 
 def test_who_asks_a_service_of_tls_without_it_is_told_so_at_once(
-    run: Runner, capsys: Captured, tmp_path: Path
+    run: Runner, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certs(tmp_path)
     tls = TlsFiles(str(tmp_path / "service.pem"), str(tmp_path / "service.key"))
@@ -421,6 +421,8 @@ def test_who_asks_a_service_of_tls_without_it_is_told_so_at_once(
             assert "it may want TLS (--tls-ca, or --tls)" in capsys.readouterr().err
         assert time.monotonic() - started_s < 10  # no outage, whose end would be waited for
         address = f"127.0.0.1:{port},127.0.0.1:{run.port}"
+        assert run.bare("generate", "--raw", "hello", "--address", address) == 0
+        monkeypatch.setenv("LEGATO_TOKEN", "a-token")
         assert run.bare("generate", "--raw", "hello", "--address", address) == 0
     finally:
         server.stop(0).wait(5)
