@@ -6,17 +6,18 @@ import json
 import os
 import secrets
 import shlex
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import yaml
 from deploy_files import DEPLOY, container, groups, ray_cluster, read_unit
 from deployed import Deployed, container_env, free_ports, probe, terminate, wait_probe
 from ray_head import TOKEN
 from tiny_models import make_llama_folder
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 pytestmark = pytest.mark.integration
@@ -38,7 +39,7 @@ class Pods:
         self._swap_raylet(name)
         words = [*box["command"], *box["args"]]
         process = self.deployed.start(name, words, container_env(box, address), address)
-        # One after the other: nodes on one machine choose the names of their sockets by what is there.
+        # One after the other: nodes on one machine name their sockets by what is there.
         self.deployed.wait_for(name, STARTED)
         return process
 
@@ -53,10 +54,20 @@ class Pods:
         port = str(container(self._groups[group])[which]["grpc"]["port"])
         return probe(f"{address}:{self.deployed.swaps.get(port, port)}")
 
-    def legato(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`kubectl exec` in the head's pod."""
-        env = container_env(container(self._groups["headgroup"]), "127.0.0.1")
-        return self.deployed.run(["legato", *words], env)
+    def status(self) -> dict[str, Any]:
+        """`kubectl exec … legato status --json` in the head's pod."""
+        done = self.deployed.run(["legato", "status", "--json"], self._exec_env())
+        assert done.returncode == 0, done.stderr
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
+
+    def generate(self, name: str) -> subprocess.Popen[bytes]:
+        """Answers that take a while, in the log of that name."""
+        words = ["legato", "generate", "Hello", "--max-tokens", "900", "--n", "16"]
+        return self.deployed.start(name, words, self._exec_env())
+
+    def _exec_env(self) -> dict[str, str]:
+        return container_env(container(self._groups["headgroup"]), "127.0.0.1")
 
     def _swap_raylet(self, name: str) -> None:
         """Pods have all ports for themselves; here each raylet has another."""
@@ -82,40 +93,146 @@ def swaps(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def decode_hosts(status: str) -> list[str]:
-    pools = json.loads(status)["pools"]
-    return [w["address"].split(":")[0] for w in pools[1]["workers"]]
+def decode_hosts(pods: Pods) -> list[str]:
+    return [w["address"].split(":")[0] for w in pods.status()["pools"][1]["workers"]]
 
 
 def test_pods_come_serve_and_go(tmp_path: Path) -> None:
     with Deployed(tmp_path, swaps(tmp_path)) as deployed:
         pods = Pods(deployed)
+        api = f"127.0.0.1:{deployed.swaps['50051']}"
         head = pods.start("head", "headgroup", "127.0.0.1")
-        prefill = pods.start("prefill", "prefill", "127.0.0.2")
-        decode = pods.start("decode", "decode", "127.0.0.3")
         assert pods.is_well("head", "headgroup", "livenessProbe", "127.0.0.1")
         assert not pods.is_well("head", "headgroup", "readinessProbe", "127.0.0.1")
         refuses_without_a_token(f"127.0.0.1:{deployed.swaps['6379']}")
-        wait_probe(f"127.0.0.1:{deployed.swaps['50051']}")
+        pods.start("prefill", "prefill", "127.0.0.2")
+        leaving = pods.start("decode", "decode", "127.0.0.3")
+        wait_probe(api)
+        assert pods.is_well("head", "headgroup", "readinessProbe", "127.0.0.1")
         assert pods.is_well("prefill", "prefill", "readinessProbe", "127.0.0.2")
         assert pods.is_well("decode", "decode", "livenessProbe", "127.0.0.3")
-        assert decode_hosts(pods.legato("status", "--json").stdout) == ["127.0.0.3"]
+        assert decode_hosts(pods) == ["127.0.0.3"]
 
-        answer = pods.legato("generate", "Hello", "--max-tokens", "8", "--json")
-        assert answer.returncode == 0, answer.stderr
         pods.start("decode-2", "decode", "127.0.0.4")
+        amid = pods.generate("amid")
+        deployed.wait_for_output("amid")
         drained = pods.pre_stop("decode", "decode", "127.0.0.3")
         assert drained.returncode == 0, drained.stderr
         assert "node 127.0.0.3 is without workers after" in drained.stdout
-        terminate(decode)
-        wait_probe(f"127.0.0.1:{deployed.swaps['50051']}")
-        assert decode_hosts(pods.legato("status", "--json").stdout) == ["127.0.0.4"]
-        assert pods.legato("generate", "Hello", "--max-tokens", "8", "--json").returncode == 0
+        terminate(leaving)
+        assert amid.wait(60) == 0, deployed.log("amid")
+        wait_probe(api)
+        assert decode_hosts(pods) == ["127.0.0.4"]
+        assert pods.status()["router"]["failed"] == "0"
 
-        assert prefill.poll() is None
         ended = pods.pre_stop("head", "headgroup", "127.0.0.1")
         assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended.stderr
         assert head.wait(10) == 0, deployed.log("head")
+
+
+FULL = pytest.mark.skipif(
+    os.environ.get("LEGATO_DEPLOY") != "full", reason="`make test-deploy` runs it"
+)
+
+
+class Machines:
+    """The machines of the units, without systemd."""
+
+    def __init__(self, deployed: Deployed) -> None:
+        self.deployed = deployed
+
+    def start(self, name: str, address: str) -> subprocess.Popen[bytes]:
+        words = self._words(name, "ExecStart")
+        return self.deployed.start(name, words, self._env(name), address)
+
+    def stop(
+        self, name: str, process: subprocess.Popen[bytes], address: str
+    ) -> subprocess.CompletedProcess[str] | None:
+        """ExecStop where there is one; then SIGTERM, which must end it well."""
+        told = None
+        if "ExecStop" in read_unit(self._path(name))["Service"]:
+            self.deployed.swaps["%H"] = address
+            words = self._words(name, "ExecStop")
+            told = self.deployed.run(words, self._env(name), address)
+        fine = read_unit(self._path(name))["Service"].get("SuccessExitStatus", "0").split()
+        assert str(terminate(process)) in {"0", *fine}, self.deployed.log(name)
+        return told
+
+    def _words(self, name: str, key: str) -> list[str]:
+        line = read_unit(self._path(name))["Service"][key].removeprefix("-")
+        words = shlex.split(line)
+        if words[:1] and words[0].endswith("/ray"):  # whose address is swapped in as a shell's is
+            return ["/bin/sh", "-c", f"exec {line.removeprefix('/opt/legato/.venv/bin/')}"]
+        return [words[0].rpartition("/")[2], *words[1:]]
+
+    def _env(self, name: str) -> dict[str, str]:
+        given = read_unit(self._path(name))["Service"]["Environment"].split()
+        return dict(item.split("=", 1) for item in given if not item.startswith("HOME="))
+
+    def _path(self, name: str) -> Path:
+        return DEPLOY / "systemd" / f"{name}.service"
+
+
+@FULL
+def test_units_start_serve_and_stop(tmp_path: Path) -> None:
+    here = swaps(tmp_path)
+    config = tmp_path / "two-machines.yaml"
+    text = (DEPLOY / "examples" / config.name).read_text()
+    for given in ("/models/m", "/etc/legato/api-token", "6379"):
+        assert given in text
+        text = text.replace(given, here[given])
+    config.write_text(f"{text}port: {here['50051']}\nhttp_port: {here['51051']}\n")
+    more = {f"/etc/legato/{config.name}": str(config), "%d": str(tmp_path)}
+    (tmp_path / "api-token").write_text((tmp_path / "tokens").read_text())
+    with Deployed(tmp_path, {**here, **more}) as deployed:
+        machines = Machines(deployed)
+        head = machines.start("legato-ray-head", "127.0.0.1")
+        deployed.wait_for("legato-ray-head", STARTED)
+        service = machines.start("legato-cluster", "127.0.0.1")
+        decode = machines.start("legato-decode", "127.0.0.3")
+        api = f"127.0.0.1:{here['50051']}"
+        wait_probe(api)
+        words = ["legato", "generate", "Hello", "--max-tokens", "8", "--address", api]
+        token = {"LEGATO_TOKEN_FILE": str(tmp_path / "tokens")}
+        answer = deployed.run(words, token)
+        assert answer.returncode == 0, answer.stderr
+        drained = machines.stop("legato-decode", decode, "127.0.0.3")
+        assert drained is not None
+        assert drained.returncode == 0, drained.stderr
+        assert "node 127.0.0.3 is without workers after" in drained.stdout
+        machines.stop("legato-cluster", service, "127.0.0.1")
+        assert "ended" in deployed.log("legato-cluster")
+        machines.stop("legato-ray-head", head, "127.0.0.1")
+
+
+@FULL
+def test_what_ray_up_runs_makes_a_cluster(tmp_path: Path) -> None:
+    file = yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())
+    more = {"/opt/legato/.venv/bin/": "", "$RAY_HEAD_IP": "127.0.0.1"}
+    env = {"RAY_AUTH_TOKEN": TOKEN}
+    with Deployed(tmp_path, {**swaps(tmp_path), **more}) as deployed:
+        for which, address in (("head", "127.0.0.1"), ("worker", "127.0.0.2")):
+            stop, start = file[f"{which}_start_ray_commands"]
+            assert stop.endswith("/ray stop")  # not here: it would end others' as well
+            done = deployed.run(["/bin/bash", "-c", start], env, address)
+            assert done.returncode == 0, done.stdout + done.stderr
+        refuses_without_a_token(f"127.0.0.1:{deployed.swaps['6379']}")
+
+
+def test_rays_autoscaler_reads_the_groups() -> None:
+    from ray.autoscaler._private.kuberay import autoscaling_config
+
+    read = autoscaling_config._generate_available_node_types_from_ray_cr_spec
+    kinds = read(ray_cluster()["spec"])
+    wanted = {
+        "prefill": ({"CPU": 8, "prefill_node": 1}, 4),
+        "decode": ({"CPU": 8, "decode_node": 1}, 8),
+    }
+    for name, (resources, most) in wanted.items():
+        kind = kinds[name]
+        assert {key: kind["resources"][key] for key in resources} == resources
+        assert (kind["min_workers"], kind["max_workers"]) == (1, most)
+    assert kinds["headgroup"]["resources"]["CPU"] == 0
 
 
 def refuses_without_a_token(gcs: str) -> None:

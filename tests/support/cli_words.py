@@ -14,8 +14,9 @@ _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 def parse_legato(words: list[str], config_folder: Path) -> str:
-    """What is wrong with `words`, which begin with a command's name; nothing where all is well. What
-    `serve` is given is read as settings, and a --config file is looked for in `config_folder`.
+    """What is wrong with `words`, which begin with a command's name; nothing where all is well.
+
+    What `serve` is given is read as settings; a --config file is looked for in `config_folder`.
     """
     group: Any = typer.main.get_command(cli.build_app())
     if words[0] not in group.commands:

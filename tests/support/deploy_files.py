@@ -108,7 +108,11 @@ class _Keys(dict[str, str]):
 def read_unit(path: Path) -> configparser.ConfigParser:
     """A unit of systemd: each value has a line for each time that its key is given."""
     unit = configparser.ConfigParser(
-        interpolation=None, strict=False, dict_type=_Keys, comment_prefixes=("#",), delimiters=("=",)
+        interpolation=None,
+        strict=False,
+        dict_type=_Keys,
+        comment_prefixes=("#",),
+        delimiters=("=",),
     )
     unit.optionxform = str  # type: ignore[assignment,method-assign]  # keys are case-sensitive
     unit.read(path)

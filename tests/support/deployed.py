@@ -1,4 +1,4 @@
-"""Deployed: the commands of deployment files, run on this machine, a loopback address for each node.
+"""Deployed: the commands of deployment files, run here with a loopback address for each node.
 
 In them only addresses, ports and paths are others than in the files. All that they leave running is
 ended by the mark that each process has in its environment: `ray start` leaves daemons behind.
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -27,9 +26,10 @@ from served import environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 HEAD = "127.0.0.1"
-_COMMANDS = "#!/bin/sh\nexec {python} -m {module} \"$@\"\n"
+_COMMANDS = '#!/bin/sh\nexec {python} -m {module} "$@"\n'
 _MODULES = {"legato": "legato.cluster.cli.main", "ray": "ray.scripts.scripts"}
 
 
@@ -111,6 +111,13 @@ class Deployed:
         while text not in self.log(name):
             assert time.monotonic() < deadline_s, f"{name}:\n{self.log(name)}"
             time.sleep(0.1)
+
+    def wait_for_output(self, name: str, timeout_s: float = 60) -> None:
+        """Until it has printed anything."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.log(name):
+            assert time.monotonic() < deadline_s, name
+            time.sleep(0.02)
 
     def swapped(self, text: str, address: str = HEAD) -> str:
         """As it is here: a node is told its address, which it cannot find out on this machine."""

@@ -1,5 +1,6 @@
-"""RayCluster's schema: KubeRay's own keys, after its API reference (ray.io/v1); all that is Kubernetes'
-(pods, services, resources) is Kubernetes' own schema, and as strict.
+"""RayCluster's schema: KubeRay's own keys, after its API reference (ray.io/v1).
+
+What is Kubernetes' in it (pods, services, resources) is by Kubernetes' own schema, and as strict.
 """
 
 from __future__ import annotations

@@ -104,13 +104,20 @@ def wrong_probes(found: Documents) -> list[str]:
     for name, group in groups(cluster_of(found)).items():
         box, ports = container(group), set(container_ports(group).values())
         starts = [c for c in pod_commands(cluster_of(found)) if c.place == f"{name} container"]
-        listens = {int(c.flag(f)) for c in starts for f in ("port", "node-manager-port") if c.flag(f)}
+        listens = {
+            int(c.flag(f)) for c in starts for f in ("port", "node-manager-port") if c.flag(f)
+        }
         listens |= {int(c.flag("http-port")) for c in starts if c.flag("http-port")}
         if ports != listens:
-            told.append(f"{name}: ports {sorted(ports)}, and its commands listen at {sorted(listens)}")
-        for which in ("readinessProbe", "livenessProbe"):
-            if box[which]["grpc"]["port"] not in ports:
-                told.append(f"{name}: {which} asks {box[which]['grpc']['port']}, no port of it")
+            told.append(
+                f"{name}: ports {sorted(ports)}, and its commands listen at {sorted(listens)}"
+            )
+        asked = {which: box[which]["grpc"]["port"] for which in ("readinessProbe", "livenessProbe")}
+        told += [
+            f"{name}: {which} asks {port}, no port of it"
+            for which, port in asked.items()
+            if port not in ports
+        ]
     return told
 
 
@@ -155,7 +162,9 @@ def wrong_hooks(found: Documents) -> list[str]:
         group, _, part = command.place.partition(" ")
         if part != "preStop":
             continue
-        grace = groups(cluster_of(found))[group]["template"]["spec"]["terminationGracePeriodSeconds"]
+        grace = groups(cluster_of(found))[group]["template"]["spec"][
+            "terminationGracePeriodSeconds"
+        ]
         bound = float(command.flag("timeout") or command.flag("drain"))
         if grace < bound + 25:  # what is left then still has to end
             told.append(f"{group}: {grace} s to end in, and a drain of up to {bound:g} s")
@@ -163,7 +172,7 @@ def wrong_hooks(found: Documents) -> list[str]:
 
 
 def wrong_budgets(found: Documents) -> list[str]:
-    """One for each group; `minAvailable` as a number is all that pods of a custom resource may have."""
+    """One for each group; `minAvailable` as a number is all that such pods may have."""
     told, covered = [], []
     for budget in of_kind(found, "PodDisruptionBudget"):
         chosen = selected(found, budget["spec"]["selector"]["matchLabels"])

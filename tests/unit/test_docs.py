@@ -15,9 +15,9 @@ from legato.cluster.cli import main as cli
 from legato.protos import common_pb2, generation_pb2
 
 ROOT = Path(__file__).parents[2]
-# Kubernetes' manifests and units have tests of their own, which read their commands as they are run.
-DEPLOYED = (p for folder in (".", "examples") for p in ROOT.glob(f"deploy/{folder}/*"))
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *filter(Path.is_file, DEPLOYED)])
+# Manifests and units have tests of their own, which read their commands as they are run.
+DEPLOYED = [p for p in [*ROOT.glob("deploy/*"), *ROOT.glob("deploy/examples/*")] if p.is_file()]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *DEPLOYED])
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(cli.build_app()), "commands", {})
 
 
