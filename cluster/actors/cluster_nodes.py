@@ -110,8 +110,9 @@ class ClusterNodes:
 
 def _drain(node_id: str) -> tuple[bool, str]:
     """Whether Ray does, and why not. For good, with no deadline: what runs there is ours to end."""
-    gcs = ray._private.worker.global_worker.gcs_client
-    preemption = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    gcs = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]  # Ray's
+    reasons = autoscaler_pb2.DrainNodeReason  # type: ignore[attr-defined]  # generated
+    preemption = reasons.Value("DRAIN_NODE_REASON_PREEMPTION")
     answer: tuple[bool, str] = gcs.drain_node(node_id, preemption, "drained by an operator", 0)
     return answer
 

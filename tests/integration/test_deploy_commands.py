@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -53,6 +55,17 @@ class Pods:
         self._swap_raylet(name)
         port = str(container(self._groups[group])[which]["grpc"]["port"])
         return probe(f"{address}:{self.deployed.swaps.get(port, port)}")
+
+    def wait_until_gone(self, name: str, group: str, address: str) -> None:
+        """Ray's process on the node; of a pod that still runs."""
+        deadline_s = time.monotonic() + 20
+        while self.is_well(name, group, "livenessProbe", address):
+            assert time.monotonic() < deadline_s, self.deployed.log(name)
+            time.sleep(0.1)
+
+    def drain(self, node: str) -> subprocess.CompletedProcess[str]:
+        """As an operator does, in the head's pod."""
+        return self.deployed.run(["legato", "drain", "--node", node], self._exec_env())
 
     def status(self) -> dict[str, Any]:
         """`kubectl exec … legato status --json` in the head's pod."""
@@ -119,7 +132,9 @@ def test_pods_come_serve_and_go(tmp_path: Path) -> None:
         drained = pods.pre_stop("decode", "decode", "127.0.0.3")
         assert drained.returncode == 0, drained.stderr
         assert "node 127.0.0.3 is without workers after" in drained.stdout
+        pods.wait_until_gone("decode", "decode", "127.0.0.3")  # for Ray, too, by its own
         terminate(leaving)
+        refuses_the_services_own_node(pods)
         assert amid.wait(60) == 0, deployed.log("amid")
         wait_probe(api)
         assert decode_hosts(pods) == ["127.0.0.4"]
@@ -233,6 +248,13 @@ def test_rays_autoscaler_reads_the_groups() -> None:
         assert {key: kind["resources"][key] for key in resources} == resources
         assert (kind["min_workers"], kind["max_workers"]) == (1, most)
     assert kinds["headgroup"]["resources"]["CPU"] == 0
+
+
+def refuses_the_services_own_node(pods: Pods) -> None:
+    [head] = re.findall(r"Local node IP: (\S+)", pods.deployed.log("head"))
+    refused = pods.drain(head)
+    assert refused.returncode == 1
+    assert "is where the service was started: end the service instead" in refused.stderr
 
 
 def refuses_without_a_token(gcs: str) -> None:
