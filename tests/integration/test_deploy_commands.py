@@ -8,6 +8,8 @@ import re
 import secrets
 import shlex
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,13 +20,20 @@ from deployed import Deployed, container_env, free_ports, probe, terminate, wait
 from ray_head import TOKEN
 from tiny_models import make_llama_folder
 
+from legato.cluster.client import Client, Tokens
+from legato.cluster.client_access import ClientAccess
+from legato.protos import common_pb2, generation_pb2
+
 if TYPE_CHECKING:
     import subprocess
-    from pathlib import Path
 
 pytestmark = pytest.mark.integration
 
 STARTED = "Ray runtime started"
+# Decoded for longer than a drain takes to begin.
+LONG = generation_pb2.GenerateRequest(
+    text="Hello", sampling=common_pb2.SamplingParams(max_tokens=4000, ignore_eos=True)
+)
 
 
 class Pods:
@@ -74,10 +83,10 @@ class Pods:
         status: dict[str, Any] = json.loads(done.stdout)
         return status
 
-    def generate(self, name: str) -> subprocess.Popen[bytes]:
-        """Answers that take a while, in the log of that name."""
-        words = ["legato", "generate", "Hello", "--max-tokens", "900", "--n", "16"]
-        return self.deployed.start(name, words, self._exec_env())
+    def client(self) -> Client:
+        """With a token, without TLS."""
+        token = Path(self.deployed.swaps["/etc/legato/api/tokens"]).read_text().strip()
+        return Client(f"127.0.0.1:{self.deployed.swaps['50051']}", access=ClientAccess(token))
 
     def _exec_env(self) -> dict[str, str]:
         return container_env(container(self._groups["headgroup"]), "127.0.0.1")
@@ -89,7 +98,7 @@ class Pods:
 
 def swaps(tmp_path: Path) -> dict[str, str]:
     """Model, tokens, addresses and ports."""
-    model = make_llama_folder(tmp_path / "tiny", max_position_embeddings=1024)
+    model = make_llama_folder(tmp_path / "tiny", max_position_embeddings=4096 + 16)
     tokens = tmp_path / "tokens"
     tokens.write_text(secrets.token_hex(32))
     (tmp_path / "ray-token").write_text(TOKEN)
@@ -127,18 +136,23 @@ def test_pods_come_serve_and_go(tmp_path: Path) -> None:
         assert decode_hosts(pods) == ["127.0.0.3"]
 
         pods.start("decode-2", "decode", "127.0.0.4")
-        amid = pods.generate("amid")
-        deployed.wait_for_output("amid")
-        drained = pods.pre_stop("decode", "decode", "127.0.0.3")
+        with pods.client() as client, ThreadPoolExecutor(1) as aside:
+            stream = client.stream(LONG)
+            first = next(stream)
+            assert isinstance(first, Tokens)
+            amid = aside.submit(stream.result)
+            drained = pods.pre_stop("decode", "decode", "127.0.0.3")
+            token_ids = [*first.token_ids, *amid.result(120).token_ids]
+            assert len(token_ids) == LONG.sampling.max_tokens
         assert drained.returncode == 0, drained.stderr
         assert "node 127.0.0.3 is without workers after" in drained.stdout
         pods.wait_until_gone("decode", "decode", "127.0.0.3")  # for Ray, too, by its own
         terminate(leaving)
         refuses_the_services_own_node(pods)
-        assert amid.wait(60) == 0, deployed.log("amid")
         wait_probe(api)
         assert decode_hosts(pods) == ["127.0.0.4"]
-        assert pods.status()["router"]["failed"] == "0"
+        router = pods.status()["router"]
+        assert (router["failed"], router["moved_with_kv"]) == ("0", "1")
 
         ended = pods.pre_stop("head", "headgroup", "127.0.0.1")
         assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended.stderr

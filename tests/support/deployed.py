@@ -112,13 +112,6 @@ class Deployed:
             assert time.monotonic() < deadline_s, f"{name}:\n{self.log(name)}"
             time.sleep(0.1)
 
-    def wait_for_output(self, name: str, timeout_s: float = 60) -> None:
-        """Until it has printed anything."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.log(name):
-            assert time.monotonic() < deadline_s, name
-            time.sleep(0.02)
-
     def swapped(self, text: str, address: str = HEAD) -> str:
         """As it is here: a node is told its address, which it cannot find out on this machine."""
         for given, here in self.swaps.items():
