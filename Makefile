@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,9 @@ test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, 
 
 test-overload: $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
 	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
+
+test-deploy: $(STAMP) ## All commands of the deployment files, run on loopback
+	@LEGATO_DEPLOY=full $(BIN)/python -m pytest -q tests/integration/test_deploy_commands.py
 
 test-simulation: $(STAMP) ## Decode scheduler and autoscaler under many workloads in virtual time
 	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_simulation.py

@@ -66,6 +66,10 @@ class _NoController:
         """Nobody asks for it."""
         raise UnknownWorkerError("nothing here is drained by hand")
 
+    async def drain_node(self, node: str) -> list[str]:
+        """Nobody asks for it."""
+        raise UnknownWorkerError("nothing here is drained by hand")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Does nothing."""
 

@@ -126,11 +126,16 @@ class RayLauncher:
         if name not in self._roles or not self._nodes.nodes:
             return ""
         role = self._roles[name]
-        return waits_for(role, self._plan.placements[role].demand, self._nodes.nodes)
+        return waits_for(role, self._plan.placements[role].demand, self._nodes.open)
 
     def lacks_room(self, name: str) -> bool:
         """See Launcher."""
         return name not in self._processes and bool(self.waiting_for(name))
+
+    async def close_node(self, node: str, owners_id: str) -> list[str]:
+        """See ClusterNodes.close; the names of the workers there."""
+        node_id = await self._nodes.close(node, owners_id)
+        return [name for name, process in self._processes.items() if process.node_id == node_id]
 
     async def watch_nodes(self) -> None:
         """Keeps the view of the cluster's nodes up to date; never returns."""

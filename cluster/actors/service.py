@@ -226,6 +226,10 @@ class RayService:
                     continue  # it has just ended
         forget(self._namespace)
 
+    def facts_now(self) -> ClusterFacts:
+        """Of the joined cluster, as it is by now."""
+        return self._facts(joined=True)
+
     def _facts(self, *, joined: bool) -> ClusterFacts:
         cores = len(os.sched_getaffinity(0))
         return ClusterFacts(joined=joined, nodes=read_nodes(), num_cores=cores)

@@ -53,6 +53,7 @@ OTHER_VARIABLES = frozenset(
         "TOKEN_FILE",
         "AOT",
         "DEMO_MODEL",
+        "DEPLOY",
         "FAULT_CASES",
         "FAULT_STREAMS",
         "FUZZ",
@@ -91,6 +92,10 @@ class ServeSettings(AutoscaleFlags, SecurityFlags, EngineFlags, ServiceFlags, Ba
     def to_config(self) -> ServiceConfig:
         """Raises SettingError where settings do not go together."""
         check_sizes(self.prefill, self.decode, self.colocated)
+        if self.await_nodes and self.ray_address is None:
+            raise SettingError(
+                "await_nodes", "is for a joined cluster: it needs --ray-address, which is not given"
+            )
         check_pools(
             (self.dtype, self.kv_cache),
             (self.decode_dtype, self.decode_kv_cache),

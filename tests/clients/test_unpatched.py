@@ -1,7 +1,7 @@
 """Other people's clients as they are, against a running service: `make test-clients`.
 
-Each is in an environment of its own, build/clients/NAME. Where that could not be made, its test says
-so. One line of JSON tells what each did.
+Each is in an environment of its own, build/clients/NAME; where that could not be made, its test
+says so. One line of JSON tells what each did.
 """
 
 from __future__ import annotations
