@@ -10,6 +10,7 @@ import typer
 
 from legato.cluster.cli.client_flags import chosen_access
 from legato.cluster.client_target import parse_addresses
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -147,12 +148,22 @@ def sentences(address: str) -> Iterator[None]:
         raise ServiceError(_sentence(error, address)) from error
 
 
+def reason_of(error: grpc.RpcError) -> str:
+    """The service's, for programs; empty where it has said none."""
+    from legato.cluster.client_errors import CallFailedError
+    from legato.cluster.retry_policy import failure_of
+
+    return error.reason if isinstance(error, CallFailedError) else failure_of(error).reason
+
+
 def _sentence(error: grpc.RpcError, address: str) -> str:
     import grpc
 
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("the deadline of "):
         return details  # of the client's own, in a sentence
+    if reason_of(error) == Reason.SHUTTING_DOWN.name:  # and not only gone: it was ended
+        return f"the service at {address} was told to end: {details}"
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in details:

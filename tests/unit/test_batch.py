@@ -225,6 +225,17 @@ async def test_what_is_asked_again(
         assert result.status == status
 
 
+async def test_a_service_that_ends_is_not_waited_for() -> None:
+    one = BatchLine("a", TEXT, asked(3, prompt="hello"))
+    async with http_service() as ending, http_service() as staying:
+        await ending.service.router.drain(0.0)
+        async with BatchEndpoint([ending.url], 1, None, None) as endpoint:
+            with pytest.raises(ServiceError, match="is shutting down; when it is back the same"):
+                await asyncio.wait_for(endpoint.answer(one), 10)
+        async with BatchEndpoint([ending.url, staying.url], 1, None, None) as endpoint:
+            assert (await asyncio.wait_for(endpoint.answer(one), 10)).status == 200
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
