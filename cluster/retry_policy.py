@@ -62,10 +62,15 @@ def failure_of(error: grpc.RpcError) -> Failure:
         code,
         message,
         details.retry_after_s,
-        is_final=NEVER_RETRY in trailers,
+        is_final=NEVER_RETRY in trailers or speaks_http1(code, message),
         reason=details.reason,
         remedy=details.remedy,
     )
+
+
+def speaks_http1(code: grpc.StatusCode, message: str) -> bool:
+    """gRPC says that what listens there is a web server, such as the service's HTTP endpoint."""
+    return code is grpc.StatusCode.UNAVAILABLE and "connect an http1.x server" in message
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ class Router:
         self._draining = False
         self._gateway = Gateway(self)
         self._http: HttpServer | None = None
+        self.grpc_port = 0  # once it is bound
         self._ticker: asyncio.Task[None] | None = None
 
     # --- the controller's side ----------------------------------------------------------------
@@ -196,6 +197,7 @@ class Router:
             raise
         host, _, port = address.rpartition(":")
         self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
+        self.grpc_port = int(port)
         if http is not None:
             await http.start()
             self._http = http

@@ -81,6 +81,13 @@ class BatchEndpoint:
         for url in self._urls:
             try:
                 response = await self._client.get(f"{url}/v1/models", timeout=CONNECT_TIMEOUT_S)
+            except httpx2.RemoteProtocolError as error:
+                where = url.partition("://")[2]
+                problem = problem or (
+                    f"what listens at {url} speaks no HTTP ({_reason(error)}); if it is the "
+                    f"service's gRPC port, say --address {where} in the place of --url"
+                )
+                continue
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 problem = problem or f"no service answers at {url} ({_reason(error)})"
                 continue

@@ -159,6 +159,8 @@ def reason_of(error: grpc.RpcError) -> str:
 def _sentence(error: grpc.RpcError, address: str) -> str:
     import grpc
 
+    from legato.cluster.retry_policy import speaks_http1
+
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("the deadline of "):
         return details  # of the client's own, in a sentence
@@ -166,6 +168,8 @@ def _sentence(error: grpc.RpcError, address: str) -> str:
         return f"the service at {address} was told to end: {details}"
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
+    if speaks_http1(code, details):
+        return _web_server(address)
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in details:
         tls = chosen_access().tls
         trouble = details.rpartition("last error: ")[2]
@@ -178,3 +182,24 @@ def _sentence(error: grpc.RpcError, address: str) -> str:
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
         return f"what listens at {address} is no Legato service"
     return f"{code.name}: {details}" if details else str(code.name)
+
+
+def _web_server(address: str) -> str:
+    """What to say where HTTP/1 is spoken; with the right port where it is a service of ours."""
+    import httpx2
+
+    tls = chosen_access().tls
+    for target in address.split(","):
+        scheme = "http" if tls is None else "https"
+        verify = True if tls is None else tls.ssl_context()
+        try:
+            with httpx2.Client(verify=verify, trust_env=False, timeout=GREETING_TIMEOUT_S) as web:
+                port = int(web.get(f"{scheme}://{target}/health").json()["grpc_port"])
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+            continue
+        host = target.rpartition(":")[0]
+        return (
+            f"{target} is the HTTP endpoint of a Legato service; this command speaks gRPC, which "
+            f"is at {host}:{port}: --address {host}:{port}"
+        )
+    return f"what listens at {address} is a web server and speaks no gRPC"
