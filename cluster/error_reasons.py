@@ -61,6 +61,11 @@ class Reason(Enum):
         "Send the request again after the delay of the RetryInfo, with a later deadline or "
         "fewer tokens, or add workers: legato scale.",
     )
+    DEADLINE_TOO_SHORT = (
+        _Code.RESOURCE_EXHAUSTED,
+        "Give the call a later deadline, or ask for fewer tokens; to wait and send the same again "
+        "does not help.",
+    )
     NOT_SERVED_NOW = (
         _Code.UNAVAILABLE,
         "Send the request again after the delay of the RetryInfo; `legato status` tells which "
