@@ -94,6 +94,10 @@ class Reason(Enum):
         "Do not send the request again as it is; serve the model with another --dtype, for "
         "fp16 may overflow.",
     )
+    NOT_PERMITTED = (
+        _Code.PERMISSION_DENIED,
+        "Use a token of the role admin: its line in the service's token file says `NAME admin:`.",
+    )
     NOT_AUTHENTICATED = (
         _Code.UNAUTHENTICATED,
         "Send the metadata `authorization: Bearer TOKEN`, with a token that the service was given.",
