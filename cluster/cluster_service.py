@@ -66,6 +66,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 refused=counters.refused,
                 moved=counters.moved,
                 moved_with_kv=counters.moved_with_kv,
+                http_port=int(router.http_address.rpartition(":")[2] or 0),
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,

@@ -86,6 +86,7 @@ class Owner:
             self._check_own()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
+        from legato.cluster.actors.kv_room import check_kv_memory
         from legato.cluster.actors.model_path import resolve_model_path
         from legato.cluster.actors.plans import RouterPlan, WorkerPlan
         from legato.cluster.actors.service import RayService
@@ -96,6 +97,15 @@ class Owner:
                 lambda done, total: self._progress.amount(
                     f"downloading {config.model}", done, total
                 ),
+            )
+            sizes = config.pool_sizes
+            check_kv_memory(
+                model_path,
+                [
+                    config.decode_engine() if role == "decode" else config.engine
+                    for role in sizes
+                    if sizes[role]
+                ],
             )
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error

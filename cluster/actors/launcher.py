@@ -225,8 +225,10 @@ class RayLauncher:
             self._spawn(self._store.keep(_process_key(actor_name), dataclasses.asdict(process)))
             started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
-            self._spawn(self._await_leaving(name, handle))
-            await handle.watch.remote()
+            # The calls that stay open: `ps` shows the process under the name of the last begun.
+            shown = f"legato {role} worker"
+            self._spawn(self._await_leaving(name, handle, shown))
+            await handle.watch.options(name=shown).remote()
         except RayActorError as error:
             self._ended.add(name)
             placed = name in self._processes
@@ -296,9 +298,9 @@ class RayLauncher:
         worker: StartedWorker = await start
         return worker
 
-    async def _await_leaving(self, name: str, handle: Any) -> None:  # noqa: ANN401  # as above
+    async def _await_leaving(self, name: str, handle: Any, shown: str) -> None:  # noqa: ANN401  # as above
         try:
-            await handle.leaving.remote()
+            await handle.leaving.options(name=shown).remote()
         except RayError:
             return  # `_live` reports the death
         self.controller.on_leaving(name, time.monotonic())

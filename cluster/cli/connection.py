@@ -12,6 +12,7 @@ import typer
 
 from legato.cluster.cli.client_flags import chosen_access
 from legato.cluster.client_target import parse_addresses
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -192,14 +193,28 @@ def sentences(address: str) -> Iterator[None]:
         raise ServiceError(_sentence(error, address)) from error
 
 
+def reason_of(error: grpc.RpcError) -> str:
+    """The service's, for programs; empty where it has said none."""
+    from legato.cluster.client_errors import CallFailedError
+    from legato.cluster.retry_policy import failure_of
+
+    return error.reason if isinstance(error, CallFailedError) else failure_of(error).reason
+
+
 def _sentence(error: grpc.RpcError, address: str) -> str:
     import grpc
+
+    from legato.cluster.retry_policy import speaks_http1
 
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("the deadline of "):
         return details  # of the client's own, in a sentence
+    if reason_of(error) == Reason.SHUTTING_DOWN.name:  # and not only gone: it was ended
+        return f"the service at {address} was told to end: {details}"
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
+    if speaks_http1(code, details):
+        return _web_server(address)
     if code is grpc.StatusCode.UNAVAILABLE and NO_CONNECTION in details:
         tls = chosen_access().tls
         trouble = details.rpartition("last error: ")[2]
@@ -212,3 +227,24 @@ def _sentence(error: grpc.RpcError, address: str) -> str:
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
         return f"what listens at {address} is no Legato service"
     return f"{code.name}: {details}" if details else str(code.name)
+
+
+def _web_server(address: str) -> str:
+    """What to say where HTTP/1 is spoken; with the right port where it is a service of ours."""
+    import httpx2
+
+    tls = chosen_access().tls
+    for target in address.split(","):
+        scheme = "http" if tls is None else "https"
+        verify = True if tls is None else tls.ssl_context()
+        try:
+            with httpx2.Client(verify=verify, trust_env=False, timeout=GREETING_TIMEOUT_S) as web:
+                port = int(web.get(f"{scheme}://{target}/health").json()["grpc_port"])
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+            continue
+        host = target.rpartition(":")[0]
+        return (
+            f"{target} is the HTTP endpoint of a Legato service; this command speaks gRPC, which "
+            f"is at {host}:{port}: --address {host}:{port}"
+        )
+    return f"what listens at {address} is a web server and speaks no gRPC"
