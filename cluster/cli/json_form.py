@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
@@ -24,7 +24,8 @@ def json_dict(message: Message) -> dict[str, Any]:
     told: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    _mend(told, message.DESCRIPTOR.fields)
+    # protobuf's two kinds of descriptors, in C and in Python, are of one form.
+    _mend(told, cast("Iterable[FieldDescriptor]", message.DESCRIPTOR.fields))
     return told
 
 
