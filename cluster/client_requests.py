@@ -87,12 +87,14 @@ def tokenize_request(
     if any(isinstance(item, int) for item in prompt):
         raise TypeError("prompt is neither text nor a chat")
     made = _with_prompt(prompt)
-    return generation_pb2.TokenizeRequest(
-        text=made.text if made.HasField("text") else None,
-        messages=made.messages if made.HasField("messages") else None,
-        add_bos=add_bos,
-        parse_special_tokens=parse_special_tokens,
+    request = generation_pb2.TokenizeRequest(
+        add_bos=add_bos, parse_special_tokens=parse_special_tokens
     )
+    if made.HasField("text"):
+        request.text = made.text
+    elif made.HasField("messages"):
+        request.messages.CopyFrom(made.messages)
+    return request
 
 
 def _with_prompt(prompt: str | Sequence[int] | Chat) -> generation_pb2.GenerateRequest:

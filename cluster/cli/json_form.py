@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
 if TYPE_CHECKING:
-    from google.protobuf.descriptor import Descriptor, FieldDescriptor
+    from collections.abc import Iterable
+
+    from google.protobuf.descriptor import FieldDescriptor
     from google.protobuf.message import Message
 
 
@@ -22,12 +24,13 @@ def json_dict(message: Message) -> dict[str, Any]:
     told: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    _mend(told, message.DESCRIPTOR)
+    # protobuf's two kinds of descriptors, in C and in Python, are of one form.
+    _mend(told, cast("Iterable[FieldDescriptor]", message.DESCRIPTOR.fields))
     return told
 
 
-def _mend(told: dict[str, Any], descriptor: Descriptor) -> None:
-    for field in descriptor.fields:
+def _mend(told: dict[str, Any], fields: Iterable[FieldDescriptor]) -> None:
+    for field in fields:
         if field.name not in told:
             continue
         value = told[field.name]
@@ -43,7 +46,7 @@ def _mend(told: dict[str, Any], descriptor: Descriptor) -> None:
 
 def _mended(value: Any, field: FieldDescriptor) -> Any:  # noqa: ANN401  # whatever JSON has
     if field.message_type is not None:
-        _mend(value, field.message_type)
+        _mend(value, field.message_type.fields)
     elif field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
         return int(value)
     elif field.cpp_type in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT):

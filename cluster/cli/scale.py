@@ -58,7 +58,7 @@ def scale(
     with connect_client(choose_address(address, port)) as client:
         if not force:
             before = {role_name(pool.role): pool.target for pool in client.status().pools}
-            then: dict[str, int] = {**before, **wanted}
+            then = before | {str(role): size for role, size in wanted.items()}
             if (missing := _missing(then)) and not _missing(before):
                 raise ServiceError(
                     f"{missing}; to stop all requests so, say --force (`legato stop` ends the "
