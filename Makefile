@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PKGS   := bench cluster kernels protos text worker
+PKGS   := bench cluster kernels plan protos text worker
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.demo-model
 TOKENIZERS := $(VENV)/tokenizers

@@ -110,7 +110,7 @@ def test_the_unit_file_starts_the_command() -> None:
 def test_the_image_holds_every_package() -> None:
     dockerfile = (ROOT / "deploy/Dockerfile").read_text()
     copied = set(re.findall(r"^COPY (\w+) \1$", dockerfile, flags=re.MULTILINE))
-    assert copied == {"bench", "cluster", "kernels", "protos", "text", "worker"}
+    assert copied == {"bench", "cluster", "kernels", "plan", "protos", "text", "worker"}
 
 
 def test_ci_calls_make_test_and_nothing_else() -> None:
