@@ -1,4 +1,4 @@
-"""loaded_cost: the ModelCost of a model that is loaded, its weights counted as they lie in memory."""
+"""loaded_cost: the ModelCost of a loaded model, its weights counted as they lie in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasheets: what GPUs do at most by their vendor's word, and the share of it that is planned with."""
+"""Datasheets: what GPUs do at most by their vendor, and the share of it that is planned with."""
 
 from __future__ import annotations
 

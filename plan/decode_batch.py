@@ -1,4 +1,4 @@
-"""DecodeBatch: how many sequences decode together, how long their steps are, who waits for a place."""
+"""DecodeBatch: how many sequences decode together, how long steps are, who waits for a place."""
 
 from __future__ import annotations
 

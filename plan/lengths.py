@@ -1,4 +1,4 @@
-"""Lengths: a distribution of numbers of tokens, as one word: 512, 100..900, lognormal:512:0.8:4096."""
+"""Lengths: a distribution of numbers of tokens as a word: 512, 100..900, lognormal:512:1:4096."""
 
 from __future__ import annotations
 

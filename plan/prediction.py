@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ class Predictor:
         traffic: Traffic,
         size: WorkerSize,
         targets: Targets,
-        slowdown: Slowdown = Slowdown(),  # noqa: B008  # frozen
+        slowdown: Slowdown = Slowdown(),
     ) -> None:
         """Raises ValueError where no number of workers would do; the message says why."""
         self.traffic, self.targets, self.size = traffic, targets, size
@@ -89,6 +90,10 @@ class Predictor:
         self._first_gaps = (
             float((decoded > 0).mean()) / self._decoded_mean if self._decoded_mean else 0.0
         )
+        self._jitter = np.array(times.jitter, np.float64)
+        # Of a step's gaps, as many as the target says are not longer than this many steps.
+        at = math.ceil(targets.percent / 100 * len(self._jitter)) - 1
+        self._gap_steps = max(1.0, float(self._jitter[at]))
         self._check_alone()
         self.batch_limit, self.batch_reason = self._batch_limit()
         self._steps_s = np.array([self.step_s(k) for k in range(1, self.batch_limit + 1)])
@@ -155,7 +160,7 @@ class Predictor:
         """The most sequences at once, and what sets the limit."""
         within = 0
         most = min(self.size.max_batch_size, self.room.num_sequences)
-        worst = self._slowdown.decode
+        worst = self._slowdown.decode * self._gap_steps
         while within < most and self.step_s(within + 1) * worst <= self.targets.itl_s:
             within += 1
         if within < most:
@@ -167,10 +172,11 @@ class Predictor:
     def _check_alone(self) -> None:
         percent, targets = self.targets.percent, self.targets
         step_s = self.step_s(1)
-        if self._decoded_mean and step_s > targets.itl_s:
+        gap_s = step_s * self._gap_steps
+        if self._decoded_mean and gap_s > targets.itl_s:
             raise ValueError(
                 f"the ITL target of {_ms(targets.itl_s)} cannot be met: a decode step of one "
-                f"sequence takes {_ms(step_s)}"
+                f"sequence takes {_ms(gap_s)}"
             )
         alone_s = _weighted_percentile(self._ttft_alone_s(self.service_s), self._shares, percent)
         if alone_s > targets.ttft_s:
@@ -219,8 +225,11 @@ class Predictor:
         """Gaps behind the first token of an answer are longer, by the hand-off and the join."""
         first = self._handoff_s[:, None] + (1 + _JOIN_STEPS) * step_s[None, :]
         first_shares = self._shares[:, None] * shares[None, :] * self._first_gaps
-        values = np.concatenate([step_s, first.ravel()])
-        return values, np.concatenate([shares * (1 - self._first_gaps), first_shares.ravel()])
+        others = (self._jitter[:, None] * step_s[None, :]).ravel()
+        of_step = shares * (1 - self._first_gaps) / len(self._jitter)
+        values = np.concatenate([others, first.ravel()])
+        weights = np.concatenate([np.tile(of_step, len(self._jitter)), first_shares.ravel()])
+        return values, weights
 
     def _ttft_s(
         self, percent: float, alone_s: NDArray[np.float64], queue: Wait, room: Wait

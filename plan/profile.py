@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -80,6 +80,10 @@ class Profile(_Part):
     handoff: list[HandoffPoint] = Field(min_length=1)
     link_bytes_per_s: float = Field(gt=0, allow_inf_nan=False)  # of KV between workers here
     request_overhead_s: float = Field(ge=0, allow_inf_nan=False)  # TTFT beyond the prefill itself
+    # Gaps between tokens over the step's median, by quantiles in equal distances: their jitter.
+    step_jitter: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        min_length=1, max_length=1000
+    )
     # How much longer each takes while the other pool is busy on the same machine; at least 1.
     prefill_slowdown: float = Field(ge=1, allow_inf_nan=False)
     decode_slowdown: float = Field(ge=1, allow_inf_nan=False)

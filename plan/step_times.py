@@ -38,6 +38,11 @@ class StepTimes(Protocol):
         """Of each request until its first token, beside waiting and prefill."""
         ...
 
+    @property
+    def jitter(self) -> Sequence[float]:
+        """Gaps between tokens over the step's time: quantiles in equal distances, ascending."""
+        ...
+
     def bound(self, num_sequences: int, rows: float) -> str:
         """What a decode step waits for: `memory bandwidth`, `compute`, or `measured step time`."""
         ...
@@ -55,7 +60,7 @@ class RooflineTimes:
     step_overhead_s: float = 0.0
     request_overhead_s: float = 0.0
     handoff_overhead_s: float = 0.0
-    decode_flops_per_s: float | None = None  # None: as in prefill
+    jitter: Sequence[float] = (1.0,)  # a datasheet tells of none
 
     @classmethod
     def of(cls, cost: ModelCost, sheet: Datasheet, link_bytes_per_s: float) -> RooflineTimes:
@@ -101,7 +106,7 @@ class RooflineTimes:
         kv_bytes = self.cost.decode_bytes([mean_rows]) - self.cost.weight_bytes
         read = self.cost.weight_bytes + kv_bytes * num_sequences
         ops = self.cost.decode_ops(num_sequences, round(rows))
-        return read / self.bytes_per_s, ops / (self.decode_flops_per_s or self.flops_per_s)
+        return read / self.bytes_per_s, ops / self.flops_per_s
 
 
 class MeasuredTimes:
@@ -113,6 +118,7 @@ class MeasuredTimes:
 
     def __init__(self, profile: Profile) -> None:
         self.request_overhead_s = profile.request_overhead_s
+        self.jitter = sorted(profile.step_jitter)
         alone = [(p.num_tokens, p.seconds) for p in profile.prefill if not p.context_tokens]
         # Attention makes each token dearer the longer the prompt: a line a token, not a line.
         self._prefill_of_token = _Line([(n, s / n) for n, s in alone])
@@ -202,6 +208,11 @@ class SlowedTimes:
     def request_overhead_s(self) -> float:
         """See `StepTimes`."""
         return self.times.request_overhead_s
+
+    @property
+    def jitter(self) -> Sequence[float]:
+        """See `StepTimes`."""
+        return self.times.jitter
 
     def bound(self, num_sequences: int, rows: float) -> str:
         """See `StepTimes`."""

@@ -82,9 +82,12 @@ class _NoController:
 
 @asynccontextmanager
 async def running_service(
-    model: str, text: ModelText, worker_arguments: Sequence[str]
+    model: str,
+    text: ModelText,
+    worker_arguments: Sequence[str],
+    options: RouterOptions | None = None,
 ) -> AsyncIterator[str]:
-    """Yields the router's address.
+    """Yields the router's address. `options`: the router's, at any free port by default.
 
     Raises:
         RuntimeError: a worker did not start; it has said why on stderr.
@@ -92,7 +95,7 @@ async def running_service(
     processes: list[asyncio.subprocess.Process] = []
     control = _NoController()
     router = Router(
-        RouterOptions(port=0),
+        options or RouterOptions(port=0),
         text,
         control,
         model_name=text.name,

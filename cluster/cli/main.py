@@ -33,6 +33,8 @@ COMMANDS = {
     "stop": "stop",
     "config": "show_config",
     "doctor": "doctor",
+    "bench": "bench",
+    "profile": "profile",
     "certs": "certs",
     "demo": "demo",
 }

@@ -1,4 +1,4 @@
-"""The plan: workers against load and targets, files that it reads, and the service file it writes."""
+"""The plan: workers against load and targets, the files that it reads, and the one it writes."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ PROFILE: dict[str, Any] = {
     "handoff": [{"num_tokens": 100, "seconds": 0.01}],
     "link_bytes_per_s": 1e9,
     "request_overhead_s": 0.004,
+    "step_jitter": [0.9, 1.0, 1.0, 1.3],
     "prefill_slowdown": 1.2,
     "decode_slowdown": 1.5,
 }
