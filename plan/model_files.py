@@ -32,6 +32,7 @@ class ModelShape:
     config: ModelConfig
     dtype: str
     cost: ModelCost
+    embedding_bytes: int  # that no step reads whole; 0 where it is the head too
 
 
 def read_model(
@@ -52,7 +53,9 @@ def read_model(
     of_layer = _QUANTIZED_BYTES.get(weights, chosen.itemsize)
     weight_bytes = round(matrices * of_layer) + head * chosen.itemsize
     name = str(chosen).removeprefix("torch.")
-    return ModelShape(config, name, ModelCost.of(config, weight_bytes, shape.bytes_per_token))
+    embedding_bytes = 0 if config.tie_word_embeddings else head * chosen.itemsize
+    cost = ModelCost.of(config, weight_bytes, shape.bytes_per_token)
+    return ModelShape(config, name, cost, embedding_bytes)
 
 
 def _read(source: str) -> tuple[ModelConfig, torch.dtype]:

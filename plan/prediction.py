@@ -68,11 +68,11 @@ class Predictor:
         traffic: Traffic,
         size: WorkerSize,
         targets: Targets,
-        slowdown: Slowdown = Slowdown(),
+        slowdown: Slowdown | None = None,
     ) -> None:
         """Raises ValueError where no number of workers would do; the message says why."""
         self.traffic, self.targets, self.size = traffic, targets, size
-        self._times, self._slowdown = times, slowdown
+        self._times, self._slowdown = times, slowdown or Slowdown()
         self.room = KvRoom.of(traffic, size.kv_rows, size.block_size)
         self.rows_mean = traffic.resident_rows()[0]
         self._prompts, self._shares = _spread(traffic.prompt_tokens)
@@ -118,25 +118,15 @@ class Predictor:
 
     def predict(self, num_prefill: int, num_decode: int) -> Prediction | None:
         """None where prompts or answers are more than so many workers can do."""
-        prefill_factor = decode_factor = 1.0
-        for _ in range(_SHARING_ROUNDS):
-            service_s = self.service_s * prefill_factor
-            wait = self._prefill_wait(service_s, num_prefill)
-            batch = self._decode_batch(decode_factor, num_decode)
-            if wait is None or batch is None:
-                return None
-            if self._slowdown == Slowdown():
-                break
-            prefill_busy = self.traffic.rate_per_s * self._mean(service_s) / num_prefill
-            prefill_factor = 1 + (self._slowdown.prefill - 1) * batch.busy
-            decode_factor = 1 + (self._slowdown.decode - 1) * prefill_busy
+        settled = self._settle(num_prefill, num_decode)
+        if settled is None:
+            return None
+        service_s, wait, batch = settled
         percents = sorted({*PERCENTS, self.targets.percent})
+        alone_s = service_s + self._times.request_overhead_s
         gaps, weights = self._gaps(batch)
         return Prediction(
-            ttft_s={
-                p: self._ttft_s(p, self._ttft_alone_s(service_s), wait, batch.wait)
-                for p in percents
-            },
+            ttft_s={p: self._ttft_s(p, alone_s, wait, batch.wait) for p in percents},
             itl_s={p: _weighted_percentile(gaps, weights, p) for p in percents},
             prefill_busy=self.traffic.rate_per_s * self._mean(service_s) / num_prefill,
             decode_busy=batch.busy,
@@ -155,6 +145,26 @@ class Predictor:
             and found.ttft_s[percent] <= self.targets.ttft_s
             and found.itl_s[percent] <= self.targets.itl_s
         )
+
+    def _settle(
+        self, num_prefill: int, num_decode: int
+    ) -> tuple[NDArray[np.float64], Wait, DecodeBatch] | None:
+        """Seconds of each prefill, the wait for it, and decode; pools that share machines are
+        looked at until each is as slow as the other makes it.
+        """
+        prefill_factor = decode_factor = 1.0
+        for rounds_left in reversed(range(_SHARING_ROUNDS)):
+            service_s = self.service_s * prefill_factor
+            wait = self._prefill_wait(service_s, num_prefill)
+            batch = self._decode_batch(decode_factor, num_decode)
+            if wait is None or batch is None:
+                return None
+            if not rounds_left or self._slowdown == Slowdown():
+                return service_s, wait, batch
+            prefill_busy = self.traffic.rate_per_s * self._mean(service_s) / num_prefill
+            prefill_factor = 1 + (self._slowdown.prefill - 1) * batch.busy
+            decode_factor = 1 + (self._slowdown.decode - 1) * prefill_busy
+        raise AssertionError("the last round returns")
 
     def _batch_limit(self) -> tuple[int, str]:
         """The most sequences at once, and what sets the limit."""
@@ -178,7 +188,8 @@ class Predictor:
                 f"the ITL target of {_ms(targets.itl_s)} cannot be met: a decode step of one "
                 f"sequence takes {_ms(gap_s)}"
             )
-        alone_s = _weighted_percentile(self._ttft_alone_s(self.service_s), self._shares, percent)
+        alone = self.service_s + self._times.request_overhead_s
+        alone_s = _weighted_percentile(alone, self._shares, percent)
         if alone_s > targets.ttft_s:
             raise ValueError(
                 f"the TTFT target of {_ms(targets.ttft_s)} cannot be met: without any wait "
@@ -194,9 +205,6 @@ class Predictor:
                     f"gap behind the first token, in which the KV is handed over, takes "
                     f"{_ms(first_s)} and is {100 * self._first_gaps:.2g} % of all gaps"
                 )
-
-    def _ttft_alone_s(self, service_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        return service_s + self._times.request_overhead_s
 
     def _mean(self, values: NDArray[np.float64]) -> float:
         return float((values * self._shares).sum())

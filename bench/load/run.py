@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from legato.bench.load.sample import Sample
+from legato.bench.load.sample import Sample, note_tokens
 from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.protos import generation_pb2, generation_pb2_grpc
 
@@ -149,7 +149,8 @@ class _Run:
                 if response.WhichOneof("event") == "finish":
                     sample.finish = response.finish
                 else:
-                    sample.take_tokens(time.monotonic(), len(response.delta.token_ids))
+                    count = len(response.delta.token_ids)
+                    note_tokens(sample.token_times_s, time.monotonic(), count)
             sample.end(time.monotonic())
         except grpc.aio.AioRpcError as error:
             sample.ended_s = time.monotonic()

@@ -14,6 +14,12 @@ UNFINISHED = "UNFINISHED"  # the run was interrupted
 INCOMPLETE = "INCOMPLETE"  # the stream ended without its finish, or with other tokens than it says
 
 
+def note_tokens(times_s: list[float], now_s: float, count: int) -> None:
+    """Tokens that share a message are taken to have come evenly since the one before."""
+    last_s = times_s[-1] if times_s else now_s
+    times_s += [last_s + (now_s - last_s) * (i + 1) / count for i in range(count)]
+
+
 @dataclass
 class Sample:
     """Times are on this client's monotonic clock."""
@@ -47,11 +53,6 @@ class Sample:
         """Of its gaps; None where the answer has one token."""
         times = self.token_times_s
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-
-    def take_tokens(self, now_s: float, count: int) -> None:
-        """Tokens that share a message are taken to have come evenly since the one before."""
-        last_s = self.token_times_s[-1] if self.token_times_s else now_s
-        self.token_times_s += [last_s + (now_s - last_s) * (i + 1) / count for i in range(count)]
 
     def end(self, now_s: float) -> None:
         """The stream ended without an error."""

@@ -62,7 +62,7 @@ class LoadWorkload:
 
     @property
     def _is_timed(self) -> bool:
-        return bool(self.trace) and self.trace[0].at_s is not None
+        return self.trace is not None and self.trace[0].at_s is not None
 
     @property
     def is_open(self) -> bool:

@@ -222,7 +222,7 @@ class _Run:
         least = len([x for x in points if x[0] <= self._workload.batch_sizes[1]])
         for number, (size, context) in enumerate(points):
             if number >= least and time.monotonic() > self._ends_s:
-                self._on_step(f"the time is over: from {size} sequences on none are measured")
+                self._on_step(f"the time is over: no more of {size} at once and above")
                 return
             max_tokens = self._tokens_until_all_decode(size, context, alone_s)
             rows = size * (context + max_tokens)
@@ -231,7 +231,7 @@ class _Run:
                 or rows > self._service.model.decode_kv_tokens
             ):
                 continue
-            self._on_step(f"decode of {size} sequences behind {context:,} tokens")
+            self._on_step(f"decode of {size} at once behind {context:,} tokens")
             async with self._service.batch(size, context, max_tokens) as batch:
                 found = await batch.measure(self._workload.num_steps)
             alone_s = alone_s or found.step_s
@@ -290,7 +290,9 @@ class _Run:
             if num_tokens + extra > self._context_length:
                 return
             if number >= 2 and time.monotonic() > ends_s:
-                self._on_step(f"the time is over: none of {num_tokens:,} tokens or more")
+                self._on_step(
+                    f"the time is over: no more prompts of {num_tokens:,} tokens and above"
+                )
                 return
             yield num_tokens
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from legato.bench.load.sample import note_tokens
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterable, AsyncIterator
 
     from legato.protos import generation_pb2_grpc
 
@@ -86,7 +87,7 @@ class ProfiledService:
         request = _request(self.prompt(num_tokens), num_more + 2)
         async for response in self._stub.Generate(request, timeout=TIMEOUT_S):
             if response.WhichOneof("event") != "finish":
-                times += [time.perf_counter()] * len(response.delta.token_ids)
+                note_tokens(times, time.perf_counter(), len(response.delta.token_ids))
         step_s = statistics.median(b - a for a, b in pairwise(times[1:]))
         return max(0.0, times[1] - times[0] - step_s)
 
@@ -120,13 +121,13 @@ class Batch:
         self._error: BaseException | None = None
         self._ended = False
 
-    async def read(self, call: AsyncIterator[generation_pb2.GenerateResponse], number: int) -> None:
+    async def read(self, call: AsyncIterable[generation_pb2.GenerateResponse], number: int) -> None:
         """One of them, to its end."""
         try:
             async for response in call:
                 if response.WhichOneof("event") != "finish":
-                    now_s = time.perf_counter()
-                    self._times[number] += [now_s] * len(response.delta.token_ids)
+                    count = len(response.delta.token_ids)
+                    note_tokens(self._times[number], time.perf_counter(), count)
                     self._changed.set()
             self._ended = True
         except Exception as error:  # whoever waits for tokens gets it

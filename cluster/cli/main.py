@@ -35,6 +35,7 @@ COMMANDS = {
     "doctor": "doctor",
     "bench": "bench",
     "profile": "profile",
+    "plan": "plan",
     "certs": "certs",
     "demo": "demo",
 }

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -99,7 +100,7 @@ def test_a_seed_says_what_is_sent_and_when() -> None:
     assert made.message(first[0], 100) == made.message(again[0], 100)
     assert made.message(first[0], 100) != made.message(first[1], 100)
     times = [planned.at_s or 0.0 for planned in first]
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.1)  # as exponential gaps have it
     sizes = {planned.input_tokens for planned in first}
