@@ -16,7 +16,7 @@ import numpy as np
 from legato.bench.handoff.rates import RatesRun
 from legato.bench.handoff.service import running_service
 from legato.bench.handoff.two_workers import TwoWorkers
-from legato.bench.profiling.streams import ProfiledService
+from legato.bench.profiling.streams import ProfiledService, StreamEndedError
 from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.cluster.config import RouterOptions
 from legato.cluster.text.model_text import ModelText
@@ -34,6 +34,8 @@ from legato.worker.weights.source import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from legato.bench.profiling.streams import BatchTime
 
 _SIZES_TIMEOUT_S = 600.0
 _READY_TIMEOUT_S = 60.0
@@ -225,16 +227,9 @@ class _Run:
             if number >= least and time.monotonic() > self._ends_s:
                 self._on_step(f"the time is over: no more of {size} at once and above")
                 return
-            max_tokens = self._tokens_until_all_decode(size, context, alone_s)
-            rows = size * (context + max_tokens)
-            if (
-                context + max_tokens > self._context_length
-                or rows > self._service.model.decode_kv_tokens
-            ):
+            found = await self._decode_point(size, context, alone_s)
+            if found is None:
                 continue
-            self._on_step(f"decode of {size} at once behind {context:,} tokens")
-            async with self._service.batch(size, context, max_tokens) as batch:
-                found = await batch.measure(self._workload.num_steps)
             alone_s = alone_s or found.step_s
             self._jitter += [gap / found.step_s for gap in found.gaps_s]
             yield DecodePoint(
@@ -242,6 +237,26 @@ class _Run:
                 context_tokens=round(found.mean_rows),
                 seconds=found.step_s,
             )
+
+    async def _decode_point(
+        self, size: int, context: int, alone_s: float | None
+    ) -> BatchTime | None:
+        """None where there is no room for it."""
+        max_tokens = self._tokens_until_all_decode(size, context, alone_s)
+        while True:
+            rows = size * (context + max_tokens)
+            if (
+                context + max_tokens > self._context_length
+                or rows > self._service.model.decode_kv_tokens
+            ):
+                self._on_step(f"decode of {size} at once behind {context:,} tokens: no room")
+                return None
+            self._on_step(f"decode of {size} at once behind {context:,} tokens")
+            try:
+                async with self._service.batch(size, context, max_tokens) as batch:
+                    return await batch.measure(self._workload.num_steps)
+            except StreamEndedError:  # prompts took longer than when they were measured
+                max_tokens *= 2
 
     def _tokens_until_all_decode(self, size: int, context: int, alone_s: float | None) -> int:
         """What the first stream needs while the others' prompts are computed, and then some."""
@@ -278,7 +293,7 @@ class _Run:
                 finally:
                     busy.cancel()
                     await asyncio.gather(busy, return_exceptions=True)
-        except RuntimeError:  # the context has no room for a batch that lasts
+        except StreamEndedError:  # the context has no room for a batch that lasts
             self._on_step("both at once: not measured, the context is too short")
             return 1.0, 1.0
         prefill_ratio = statistics.median(prefill) / self._prefill[num_tokens] if prefill else 1.0

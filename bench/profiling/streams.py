@@ -24,6 +24,10 @@ TIMEOUT_S = 300.0
 _JOINED_TOKENS = 3  # of each stream, before gaps count: then all are in the batch
 
 
+class StreamEndedError(Exception):
+    """One stream of a batch had all its tokens before the others had enough."""
+
+
 @dataclass(frozen=True)
 class PromptTime:
     """One request that decodes nothing; seconds."""
@@ -95,7 +99,12 @@ class ProfiledService:
     async def batch(
         self, num_sequences: int, context_tokens: int, max_tokens: int
     ) -> AsyncIterator[Batch]:
-        """So many streams; within the block all decode, until one has its `max_tokens`."""
+        """So many streams; within the block all decode, until one has its `max_tokens`.
+
+        Raises:
+            StreamEndedError: it had them before all decoded.
+            RuntimeError: one failed.
+        """
         batch = Batch(num_sequences, context_tokens)
         prompts = [self.prompt(context_tokens) for _ in range(num_sequences)]
         tasks = [
@@ -137,13 +146,13 @@ class Batch:
             self._changed.set()
 
     async def until_all_have(self, num_tokens: int) -> None:
-        """Raises RuntimeError where one ended before."""
+        """Raises StreamEndedError where one ended before, RuntimeError where one failed."""
         async with asyncio.timeout(TIMEOUT_S):
             while min(map(len, self._times)) < num_tokens:
                 if self._error is not None:
                     raise RuntimeError(f"a stream failed: {self._error}") from self._error
                 if self._ended:
-                    raise RuntimeError("a stream ended before the others had begun")
+                    raise StreamEndedError
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -151,7 +160,8 @@ class Batch:
         """The gaps until each stream has so many tokens more.
 
         Raises:
-            RuntimeError: one ended before.
+            StreamEndedError: one ended before.
+            RuntimeError: one failed.
         """
         begun = [len(times) for times in self._times]
         await self.until_all_have(max(begun) + num_tokens)

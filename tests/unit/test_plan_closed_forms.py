@@ -115,6 +115,9 @@ def test_a_decode_batch_with_steps_that_do_not_grow_is_poisson() -> None:
     assert batch.mean_sequences == pytest.approx(10.0)
     assert batch.busy == pytest.approx(1 - math.exp(-10))
     assert batch.wait.probability < 1e-12
+    # A token sees as many others as an arrival does.
+    assert batch.token_shares[0] == pytest.approx(math.exp(-10))
+    assert batch.token_shares[10] == pytest.approx(math.exp(-10) * 10**10 / math.factorial(10))
     # More than 10 sequences at 0.1 s a token: 100 tokens/s is what 10 can do.
     assert decode_batch(np.full(10, 0.1), 100.0, 50.0, 2500.0) is None
 
