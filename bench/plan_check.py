@@ -19,7 +19,7 @@ from legato.bench.handoff.service import running_service
 from legato.bench.load.report import Slo, report
 from legato.bench.load.run import run_load
 from legato.bench.load.workload import LoadWorkload
-from legato.bench.profiling.run import ProfiledSettings
+from legato.bench.profiling.settings import ProfiledSettings
 from legato.cluster.client_access import NOTHING_SHOWN
 from legato.cluster.config import RouterOptions
 from legato.cluster.text.model_text import ModelText

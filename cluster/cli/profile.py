@@ -13,7 +13,7 @@ from legato.cluster.cli.connection import sentences
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    from legato.bench.profiling.run import ProfiledSettings
+    from legato.bench.profiling.settings import ProfiledSettings
     from legato.plan.profile import Profile
 
 _SIZES = "512MiB, 4GiB or plain bytes"
@@ -65,7 +65,7 @@ def profile(
     """
     from rich.console import Console
 
-    from legato.bench.profiling.run import ProfiledSettings
+    from legato.bench.profiling.settings import ProfiledSettings
     from legato.cluster.cli.memory_size import parse_size
 
     try:
@@ -87,7 +87,8 @@ def profile(
 
 
 def _measure(settings: ProfiledSettings, seconds: float) -> Profile:
-    from legato.bench.profiling.run import ProfileWorkload, measure_profile
+    from legato.bench.profiling.run import measure_profile
+    from legato.bench.profiling.settings import ProfileWorkload
     from legato.cluster.cli.progress import TerminalProgress
 
     progress = TerminalProgress()

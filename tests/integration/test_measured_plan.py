@@ -13,7 +13,8 @@ import pytest
 from local_service import LocalService
 from tiny_models import make_llama_folder
 
-from legato.bench.profiling.run import ProfiledSettings, ProfileWorkload, measure_profile
+from legato.bench.profiling.run import measure_profile
+from legato.bench.profiling.settings import ProfiledSettings, ProfileWorkload
 from legato.cluster.cli.serve_settings import load
 from legato.plan.profile import read_profile
 
