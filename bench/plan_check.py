@@ -15,12 +15,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from legato.bench.handoff.service import running_service
+import grpc
+
+from legato.bench.handoff.service import running_service, until_ready
 from legato.bench.load.report import Slo, report
 from legato.bench.load.run import run_load
 from legato.bench.load.workload import LoadWorkload
 from legato.bench.profiling.settings import ProfiledSettings
 from legato.cluster.client_access import NOTHING_SHOWN
+from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.cluster.config import RouterOptions
 from legato.cluster.text.model_text import ModelText
 from legato.plan.basis import profile_basis
@@ -86,9 +89,11 @@ async def check(profile: Profile, seconds: float) -> list[dict[str, Any]]:
     )
     text = ModelText.load(resolve_model(worker.model))
     results = []
-    async with running_service(
-        worker.model, text, settings.arguments(), RouterOptions(port=0)
-    ) as address:
+    async with (
+        running_service(worker.model, text, settings.arguments(), RouterOptions(port=0)) as address,
+        grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
+    ):
+        await until_ready(channel)
         for seed, (prompt, answer, share) in enumerate(WORKLOADS):
             inputs, outputs = Lengths.parse(prompt), Lengths.parse(answer)
             rate, found = predict(basis, inputs, outputs, share)
@@ -122,7 +127,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         results = asyncio.run(check(read_profile(args.profile), args.seconds))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TimeoutError, grpc.RpcError) as error:
         print(f"legato.bench.plan_check: {error}", file=sys.stderr)
         return 2
     return 1 if any(result["failed"] for result in results) else 0

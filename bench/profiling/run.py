@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from legato.bench.handoff.rates import RatesRun
-from legato.bench.handoff.service import running_service
+from legato.bench.handoff.service import running_service, until_ready
 from legato.bench.handoff.two_workers import TwoWorkers
 from legato.bench.profiling.points import ProfilePoints
 from legato.bench.profiling.streams import ProfiledService
@@ -19,7 +19,7 @@ from legato.cluster.config import RouterOptions
 from legato.cluster.text.model_text import ModelText
 from legato.cluster.version import legato_version
 from legato.plan.profile import Profile, ProfiledMachine, ProfiledWorker
-from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
+from legato.protos import generation_pb2, generation_pb2_grpc
 from legato.worker.weights.source import resolve_model
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from legato.bench.profiling.settings import ProfiledSettings, ProfileWorkload
 
 _SIZES_TIMEOUT_S = 600.0
-_READY_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 10.0
 _LINK_TOKENS = 1000
 
@@ -55,7 +54,7 @@ async def measure_profile(
         running_service(settings.model, text, settings.arguments(), options) as address,
         grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
     ):
-        await _until_ready(channel)
+        await until_ready(channel)
         stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(channel)
         model = await stub.GetModel(generation_pb2.GetModelRequest(), timeout=_CALL_TIMEOUT_S)
         points = ProfilePoints(ProfiledService(stub, model), settings, workload, on_step)
@@ -113,13 +112,3 @@ async def _link(num_repeats: int) -> float:
     async with TwoWorkers.running("float32", 3 * _LINK_TOKENS) as workers:
         rates = await RatesRun(workers, _LINK_TOKENS, ("grpc",)).measure(num_repeats, ())
     return rates.bytes_per_s["grpc"].median
-
-
-async def _until_ready(channel: grpc.aio.Channel) -> None:
-    """Until the router has heard of both workers."""
-    stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-    async with asyncio.timeout(_READY_TIMEOUT_S):
-        while not (  # noqa: ASYNC110  # the state is remote
-            await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
-        ).ready:
-            await asyncio.sleep(0.05)
