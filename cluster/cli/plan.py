@@ -113,7 +113,7 @@ def plan(
     """Say how many prefill and decode workers keep the targets, and what runs out first.
 
     By closed forms over a measured profile, or over a GPU's datasheet with efficiencies that are
-    printed. docs/planning.md has the formulas, and how far they were off.
+    printed. docs/planning.md has the formulas, and what they leave out.
 
     Examples:
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from profile_values import PROFILE
 from tiny_models import make_llama_folder
 
+from legato.bench.plan_check import predict
 from legato.cluster.cli.serve_settings import load
 from legato.plan.answer import make_answer
+from legato.plan.basis import profile_basis
 from legato.plan.datasheets import DATASHEETS, datasheet
 from legato.plan.lengths import Lengths
 from legato.plan.model_cost import ModelCost
@@ -192,6 +194,30 @@ def test_measured_times_go_through_the_points_and_on() -> None:
     assert times.decode_s(3, 3 * 100) == pytest.approx(0.030)
     assert times.decode_s(9, 9 * 300) == pytest.approx(0.050 + 4 * 0.007)
     assert times.handoff_s(5000) == pytest.approx(0.01)
+
+
+def test_a_check_asks_for_a_share_of_what_the_pair_can_serve() -> None:
+    basis = profile_basis(profile(), None, None)
+    inputs, outputs = Lengths.parse("100..200"), Lengths.parse("8")
+    rate, found = predict(basis, inputs, outputs, 0.5)
+    mean_s = float(np.mean([basis.times.prefill_s(n) for n in range(100, 201)]))
+    # Prefill is the slower one, and as slow as it is beside a decode worker that is hardly busy.
+    assert found.prefill_busy == pytest.approx(rate * mean_s, rel=0.1)
+    assert 0.4 < found.prefill_busy <= 0.52
+
+
+def test_scatter_of_gaps_is_in_the_prediction() -> None:
+    traffic = Traffic.of(0.5, Lengths.parse("100"), Lengths.parse("200"))
+    wide = profile(step_jitter=[0.5, 1.0, 1.0, 3.0])
+    even = profile(step_jitter=[1.0])
+    found = {}
+    for name, made in (("wide", wide), ("even", even)):
+        basis = profile_basis(made, None, None)
+        predicted = Predictor(basis.times, traffic, basis.size, Targets(5, 5)).predict(1, 1)
+        assert predicted is not None
+        found[name] = predicted.itl_s
+    assert found["wide"][90.0] == pytest.approx(3 * found["even"][50.0], rel=0.2)
+    assert found["wide"][50.0] == pytest.approx(found["even"][50.0], rel=0.1)
 
 
 def test_noise_makes_nothing_shorter_that_is_more() -> None:
