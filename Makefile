@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PKGS   := bench cluster kernels protos text worker
+PKGS   := bench cluster kernels plan protos text worker
 RUNTIME_STAMP := $(VENV)/.installed-runtime
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.demo-model

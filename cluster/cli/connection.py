@@ -75,6 +75,18 @@ def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     return False
 
 
+def open_targets(address: str) -> list[str]:
+    """Of several routers, those that are there.
+
+    Raises:
+        ServiceError: nothing listens.
+    """
+    targets = [target for target in address.split(",") if is_open(target)]
+    if not targets:
+        raise _nobody(address)
+    return targets
+
+
 @contextmanager
 def connect(address: str, access: ClientAccess | None = None) -> Iterator[grpc.Channel]:
     """A channel to the first router that is there and does not hang; within the block, gRPC errors
@@ -84,9 +96,7 @@ def connect(address: str, access: ClientAccess | None = None) -> Iterator[grpc.C
         ServiceError: nothing listens, or a call failed.
     """
     access = access or chosen_access()
-    targets = [target for target in address.split(",") if is_open(target)]
-    if not targets:
-        raise _nobody(address)
+    targets = open_targets(address)
     while True:
         target = targets.pop(0)
         with _channel(target, access) as channel:

@@ -14,7 +14,7 @@ from demo_model import demo_model_path
 from worker_pair import Attempt, Pair, Worker, sampling
 from worker_process import WorkerProcess, worker_process
 
-from legato.bench.model_cost import ModelCost
+from legato.bench.loaded_cost import loaded_cost
 from legato.worker.channel import CHANNEL_OPTIONS
 from legato.worker.config import WorkerConfig
 from legato.worker.loading import load_model
@@ -52,7 +52,7 @@ async def test_a_worker_stays_within_its_memory(
     config = WorkerConfig(
         model=str(model), role="decode", device="cpu", weights=weights, dtype=dtype
     )
-    limit = ModelCost.of(load_model(config).model, 0).weight_bytes + KV_BYTES + BESIDES_BYTES
+    limit = loaded_cost(load_model(config).model, 0).weight_bytes + KV_BYTES + BESIDES_BYTES
     options = ("--weights", weights, "--dtype", dtype, "--device", "cpu")
     pool = ("--kv-cache", "int8", "--kv-memory", str(KV_BYTES))
     with (

@@ -25,7 +25,7 @@ PROGRAM = """
 import sys
 import torch
 import legato.worker.models.build
-from legato.bench.model_cost import ModelCost
+from legato.bench.loaded_cost import loaded_cost
 from legato.worker.config import WorkerConfig
 from legato.worker.loading import load_model
 
@@ -39,7 +39,7 @@ model, weights, dtype = sys.argv[1:]
 loaded = load_model(
     WorkerConfig(model=model, role="decode", device="cpu", dtype=dtype, weights=weights)
 )
-print(status("VmHWM") - before, ModelCost.of(loaded.model, 0).weight_bytes)
+print(status("VmHWM") - before, loaded_cost(loaded.model, 0).weight_bytes)
 """
 # Of weights held in a few bits, too small to hide it in a fifth: torch's and the kernels' code, the
 # tables of RoPE, the pieces at hand, and what is left of a chunk of huge pages.
