@@ -17,12 +17,16 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# No bound on one example's time: it would tell of the machine's other work.
+settings.register_profile("legato", deadline=None)
+settings.load_profile("legato")
 # A shell without job control starts its background jobs with Ctrl-C ignored, and children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

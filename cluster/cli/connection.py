@@ -6,7 +6,7 @@ import socket
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -154,12 +154,7 @@ def _check_handshake(targets: list[str], access: ClientAccess) -> None:
 
     with ExitStack() as channels:
         bare = replace(access, token=None)  # health is open to all: nothing is shown for it
-        calls = [
-            channels.enter_context(_channel(target, bare))
-            .unary_unary(HEALTH_METHOD)
-            .future(b"", timeout=GREETING_TIMEOUT_S)
-            for target in targets
-        ]
+        calls = [_ask_health(channels.enter_context(_channel(to, bare))) for to in targets]
         deadline_s = time.monotonic() + GREETING_TIMEOUT_S
         while time.monotonic() < deadline_s:
             failed = [call.exception() for call in calls if call.done()]
@@ -173,6 +168,11 @@ def _check_handshake(targets: list[str], access: ClientAccess) -> None:
     open_now = [error for target, error in zip(targets, failed, strict=True) if is_open(target)]
     if open_now and isinstance(open_now[0], grpc.RpcError):
         raise open_now[0]
+
+
+def _ask_health(channel: grpc.Channel) -> Any:  # noqa: ANN401  # gRPC has no public name for it
+    check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+    return check.future(b"", timeout=GREETING_TIMEOUT_S)
 
 
 def _is_no_connection(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 NUM_REQUESTS = 100
 NUM_TOLD = 60  # in one go, of whom the router must think that it can answer them in time
 AT_ONCE = 24
+MOST_STRIKES = 4  # of the decode worker, until one hits a stream
 # Answers in a worker's own phase when it is struck: prompts are there for moments only.
 BUSY = {"prefill": 1, "decode": 6}
 DEADLINES_S = (5.0, 6.0, 7.0, 8.0)  # where nobody comes back
@@ -71,18 +72,23 @@ async def test_the_only_worker_of_each_pool_dies_and_nobody_fails(
             )
             back_s = []
             for role in ("decode", "prefill"):
-                victim = await once_busy(rig, role)
-                strike = rig.strike(victim, signal.SIGKILL)
-                await rig.until_gone(victim.worker_id, 10)
-                assert not running.done(), "all was over before the kill"
-                await rig.until_ready(1, 1)
-                back_s.append(round(time.time() - strike.at_s, 2))
+                for _ in range(MOST_STRIKES):
+                    victim = await once_busy(rig, role)
+                    strike = rig.strike(victim, signal.SIGKILL)
+                    await rig.until_gone(victim.worker_id, 10)
+                    assert not running.done(), "all was over before the kill"
+                    await rig.until_ready(1, 1)
+                    back_s.append(round(time.time() - strike.at_s, 2))
+                    # Where this process was kept from its work, what it saw was over by then.
+                    if role != "decode" or hits_of(rig.lines(), rig.strikes)["decode/decode"]:
+                        break
             calls = await running
             wrong = check_all(before, {}, text.decode) + check_all(calls, references, text.decode)
             wrong += await rig.check_owners(calls)
             hits = hits_of(rig.lines(), rig.strikes)
     failed = sum(bool(call.error) for call in calls)
-    waited = [num_waiting(rig, strike) for strike in rig.strikes]
+    last = {strike.role: strike for strike in rig.strikes}
+    waited = [num_waiting(rig, strike) for strike in last.values()]
     counts = {
         "requests": len(calls),
         "failed": failed,

@@ -281,7 +281,7 @@ async def test_a_decode_worker_goes_in_the_middle(folder: Path, number: signal.S
     """Killed: prompt and tokens are replayed elsewhere. Drained: its streams move with their KV."""
     long = regex_case("long", "([a-z]{1,9} ){60,120}[a-z]{900}")
     async with LocalService(folder, decode=3) as service:
-        messages = [guided(long, i, max_tokens=400, ignore_eos=True) for i in range(6)]
+        messages = [guided(long, i, max_tokens=700, ignore_eos=True) for i in range(9)]
         alone = [await ask(service, message) for message in messages]
         streams = [service.generation.Generate(message, timeout=120) for message in messages]
         answers = [Answer() for _ in messages]
