@@ -10,7 +10,8 @@ from legato.plan.model_cost import ModelCost, layer_weights
 from legato.worker.config import WorkerConfig
 from legato.worker.kv.cache import KvShape
 from legato.worker.loading import DTYPES
-from legato.worker.models.hf_config import declared_dtype, model_config, read_json_object
+from legato.worker.models.hf_config import model_config, read_json_object
+from legato.worker.models.hf_dtype import declared_dtype
 from legato.worker.weights.demo_model import DEMO_MODEL
 from legato.worker.weights.open import open_checkpoint
 from legato.worker.weights.source import resolve_model
