@@ -56,7 +56,7 @@ test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pool
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
 	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py
 
-fuzz: $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
+fuzz: $(MODEL_STAMP) ## 100,000 requests that nobody should send, 30,000 of them over HTTP; prints their ends
 	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
