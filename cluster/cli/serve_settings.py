@@ -58,6 +58,7 @@ OTHER_VARIABLES = frozenset(
         "FAULT_CASES",
         "FAULT_STREAMS",
         "FUZZ",
+        "FUZZ_HTTP_REQUESTS",
         "FUZZ_REQUESTS",
         "FUZZ_SEED",
         "KILLS",

@@ -596,7 +596,8 @@ def test_check_port() -> None:
         check_port("192.0.2.250", 0)  # a documentation address: nobody's
 
 
-LOCAL = {"serve", "config", "doctor", "certs", "demo"}  # they ask no service that runs
+# They ask no service that runs.
+LOCAL = {"serve", "config", "doctor", "certs", "demo", "profile", "plan"}
 
 
 def test_every_command_that_asks_a_service_is_told_where_in_the_same_words() -> None:
