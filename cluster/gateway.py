@@ -47,7 +47,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Idle connections are told to go; clients connect again by themselves when they call.
-    ("grpc.max_connection_idle_ms", 30 * 60 * 1000),
+    ("grpc.max_connection_idle_ms", 5 * 60 * 1000),
 )
 
 

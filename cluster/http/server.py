@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from legato.cluster.http.app import create_app
+from legato.cluster.http.idle_connections import IdleConnections, most_idle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from uvicorn.server import Protocols
 
     from legato.cluster.http.front_door import Authorize
     from legato.cluster.router import Router
@@ -29,8 +28,8 @@ STOP_TIMEOUT_S = 2  # for connections to take what has been written; uvicorn cou
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, which would meet the closing
 # A client that is gone without a word: its host has been switched off, or a cable is cut.
 IDLE_BEFORE_PROBE_S, PROBE_PERIOD_S, SILENCE_MS = 10, 5, 30_000
-# A connection that has sent no whole head of a request for so long, up to twice.
-HEAD_TIMEOUT_S = 10.0
+IDLE_CHECK_S = 1.0
+TLS_CHECK_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +57,17 @@ class HttpServer:
         *,
         authorize: Authorize | None = None,
         tls: TlsFiles | None = None,
+        most_idle_connections: int | None = None,
     ) -> None:
-        """`tls`: as gRPC's port has it; with a CA clients need a certificate of it."""
+        """`tls`: as gRPC's port has it; with a CA clients need a certificate of it. By default a
+        share of the files that the process may open bounds idle connections.
+        """
         self._socket = _listen(host, port)
         bound_host, bound_port = self._socket.getsockname()[:2]
         url_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         self.address = f"{url_host}:{bound_port}"
         self._tls = tls
+        self._most_idle = most_idle() if most_idle_connections is None else most_idle_connections
         self._stamp = None if tls is None else tls.stamp()
         self._server = _Server(
             uvicorn.Config(
@@ -91,7 +94,11 @@ class HttpServer:
     async def start(self) -> None:
         """Returns when it serves."""
         serving = asyncio.create_task(self._server.serve([self._socket]))
-        self._tasks = [serving, asyncio.create_task(self._end_silent())]
+        self._tasks = [
+            serving,
+            asyncio.create_task(self._end_idle()),
+            asyncio.create_task(self._keep_tls()),
+        ]
         async with asyncio.timeout(START_TIMEOUT_S):
             while not self._server.started:  # it tells nobody
                 if serving.done():
@@ -101,8 +108,9 @@ class HttpServer:
     async def stop(self) -> None:
         """Closes the port; requests that still run are cancelled."""
         self._server.should_exit = True
-        serving, ending = self._tasks
-        ending.cancel()
+        serving, *others = self._tasks
+        for task in others:
+            task.cancel()
         _, running = await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S + 1)
         for task in running:
             task.cancel()
@@ -110,17 +118,20 @@ class HttpServer:
         if serving.done() and not serving.cancelled():
             serving.result()
 
-    async def _end_silent(self) -> None:
-        """Connections that never send a request's head whole would stay for ever."""
-        connections = self._server.server_state.connections
-        silent: set[Protocols] = set()
+    async def _end_idle(self) -> None:
+        """Connections that never send a request's head whole would stay for ever, and those without
+        a request could take the place of all others.
+        """
+        idle = IdleConnections(self._most_idle)
         while True:
-            await asyncio.sleep(HEAD_TIMEOUT_S)
-            self._renew_tls()
-            now = {connection for connection in connections if _is_silent(connection)}
-            for connection in now & silent:
+            await asyncio.sleep(IDLE_CHECK_S)
+            for connection in idle.to_end(self._server.server_state.connections):
                 connection.transport.abort()
-            silent = now - silent
+
+    async def _keep_tls(self) -> None:
+        while True:
+            await asyncio.sleep(TLS_CHECK_S)
+            self._renew_tls()
 
     def _renew_tls(self) -> None:
         """New files count for new connections; where they are wrong those before go on."""
@@ -146,13 +157,6 @@ def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
         "ssl_ca_certs": tls.ca_file,
         "ssl_cert_reqs": ssl.CERT_NONE if tls.ca_file is None else ssl.CERT_REQUIRED,
     }
-
-
-def _is_silent(connection: Protocols) -> bool:
-    """Between requests uvicorn has a timer for it, which its first byte ends."""
-    cycle = getattr(connection, "cycle", None)
-    timer = getattr(connection, "timeout_keep_alive_task", None)
-    return timer is None and (cycle is None or cycle.response_complete)
 
 
 def _listen(host: str, port: int) -> socket.socket:

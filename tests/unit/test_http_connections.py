@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
 import httpx2
@@ -16,6 +17,7 @@ from one_token import one_token
 from router_service import FakeControl, Service, ask, collect, fake_router, until
 
 from legato.cluster.config import RouterOptions
+from legato.cluster.http import idle_connections
 from legato.cluster.http import server as http_server
 from legato.cluster.http.server import HttpServer
 
@@ -233,7 +235,8 @@ async def test_two_servers_never_share_a_port() -> None:
 
 
 async def test_connections_that_never_ask_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(idle_connections, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_server, "IDLE_CHECK_S", 0.05)
     async with http_service(decode=FakeWorker("decode", step_s=0.05)) as service:
         host, port = service.service.router.http_address.split(":")
         silent = await asyncio.open_connection(host, int(port))
@@ -248,6 +251,51 @@ async def test_connections_that_never_ask_are_ended(monkeypatch: pytest.MonkeyPa
                 writer.close()
         # Between its requests a client may be silent for longer.
         assert (await service.post(TEXT, **asked(2, prompt="hello"))).status_code == 200
+
+
+async def test_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent ones and such as have been served: the oldest go, who asks is answered."""
+    monkeypatch.setattr(http_server, "IDLE_CHECK_S", 0.05)
+    worker = FakeWorker("decode", step_s=0.05)
+    async with http_service(decode=worker) as service, AsyncExitStack() as opened:
+        server = HttpServer(service.service.router, "127.0.0.1", 0, most_idle_connections=50)
+        await server.start()
+        opened.push_async_callback(server.stop)
+        host, port = server.address.split(":")
+        http = await opened.enter_async_context(
+            httpx2.AsyncClient(base_url=f"http://{server.address}", trust_env=False)
+        )
+        running = asyncio.create_task(http.post(TEXT, json=asked(30, prompt="hello")))
+        await asyncio.sleep(0.1)
+        readers, waits_s = [], []
+        for number in range(300):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            opened.callback(writer.close)
+            if number % 2:
+                writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            readers.append(reader)
+            if number % 30 == 0:
+                begun_s = time.monotonic()
+                assert (await http.get("/health")).status_code == 200
+                waits_s.append(time.monotonic() - begun_s)
+        assert (await running).status_code == 200, "a connection with a request is not idle"
+
+        async def num_open() -> int:
+            ended = 0
+            for reader in readers:
+                with suppress(TimeoutError, ConnectionError):
+                    async with asyncio.timeout(0.001):
+                        while await reader.read(4096):
+                            pass
+                ended += reader.at_eof() or reader.exception() is not None
+            return len(readers) - ended
+
+        for _ in range(20):
+            if (left := await num_open()) <= 50:
+                break
+            await asyncio.sleep(0.1)
+        assert 40 < left <= 50, "all beyond the bound go, and no more than must"
+        assert max(waits_s) < 1
 
 
 async def test_only_health_is_open_to_who_shows_nothing() -> None:
