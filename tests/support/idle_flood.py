@@ -102,11 +102,17 @@ class Canary:
 
     def __init__(self, ports: Ports) -> None:
         self._url = f"http://{ports.http}"
+        self._address = ports.grpc
         self._channel = grpc.aio.insecure_channel(ports.grpc)
         self._http = self._new_http()
 
     def _new_http(self) -> httpx2.AsyncClient:
-        return httpx2.AsyncClient(base_url=self._url, trust_env=False, timeout=CANARY_TIMEOUT_S)
+        return httpx2.AsyncClient(
+            base_url=self._url,
+            trust_env=False,
+            verify=False,  # no TLS here, and certificates take a while to read
+            timeout=CANARY_TIMEOUT_S,
+        )
 
     async def __aenter__(self) -> Canary:
         return self
@@ -126,9 +132,19 @@ class Canary:
                 waits[way].append(time.monotonic() - begun_s)
         return waits
 
-    async def _ask_grpc(self) -> None:
+    async def newcomer(self) -> grpc.StatusCode:
+        """What a new gRPC connection is told."""
+        options = [("grpc.use_local_subchannel_pool", 1)]  # else it is the connection there is
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            try:
+                await self._ask_grpc(channel)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+        return grpc.StatusCode.OK
+
+    async def _ask_grpc(self, channel: grpc.aio.Channel | None = None) -> None:
         stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(
-            self._channel
+            channel or self._channel
         )
         answers = [a async for a in stub.Generate(ask("canary", 2), timeout=CANARY_TIMEOUT_S)]
         assert answers[-1].HasField("finish")

@@ -7,6 +7,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 from typing import TYPE_CHECKING, NamedTuple
 
 from fake_worker import FakeWorker
@@ -26,16 +27,22 @@ class Ports(NamedTuple):
 
 
 class LimitedService:
-    """Use as a context manager, which gives the ports; its process ends with the block."""
+    """Use as a context manager, which gives the ports; its process ends with the block.
+
+    `log` is what it has written by then, gRPC's and asyncio's complaints too.
+    """
 
     def __init__(self, max_open_files: int) -> None:
         self._max_open_files = max_open_files
+        self.log = ""
 
     def __enter__(self) -> Ports:
+        self._written = tempfile.TemporaryFile("w+")  # closed in __exit__
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self._max_open_files)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._written,
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -57,6 +64,9 @@ class LimitedService:
             self._process.wait()
             if self._process.stdout is not None:
                 self._process.stdout.close()
+            with self._written:
+                self._written.seek(0)
+                self.log = self._written.read()
 
 
 async def _serve() -> None:
