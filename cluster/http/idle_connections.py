@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 HEAD_TIMEOUT_S = 10.0
 # Of the files that this process may open; each connection is one, and so are those of gRPC.
 IDLE_SHARE = 0.25
-# Each look at all of them takes time, which a flood of new ones must not multiply.
+# Each look at all of them takes time. Where one frees less than this share of them, which a few
+# new ones take, the next has to wait.
+ROOM_SHARE = 1 / 8
 ROOM_PERIOD_S = 0.05
 
 
@@ -58,13 +60,15 @@ class IdleConnections:
         return self._forget(ended)
 
     def for_room(self, connections: set[Protocols]) -> list[Protocols]:
-        """The longer idle half, to make room for a new one; none where that was done just now."""
+        """The longer idle half, to make room for a new one; none where few were found just now."""
         now_s = self._now()
         if now_s < self._next_room_s:
             return []
-        self._next_room_s = now_s + ROOM_PERIOD_S
         oldest = self._look(connections)
-        return self._forget(oldest[: (len(oldest) + 1) // 2])
+        ended = oldest[: (len(oldest) + 1) // 2]
+        if len(ended) < ROOM_SHARE * len(connections):
+            self._next_room_s = now_s + ROOM_PERIOD_S
+        return self._forget(ended)
 
     def _look(self, connections: set[Protocols]) -> list[Protocols]:
         """All that are idle, the longest idle first."""
