@@ -1,7 +1,4 @@
-"""RayCluster's schema: KubeRay's own keys (ray.io/v1), as its operator declares them.
-
-Held key by key against `raycluster_types.go` of the operator's sources as of version 1.3. No package
-index has the definition itself.
+"""RayCluster's schema: KubeRay's own keys, after its API reference (ray.io/v1).
 
 What is Kubernetes' in it (pods, services, resources) is by Kubernetes' own schema, and as strict.
 """
@@ -79,14 +76,6 @@ _AUTOSCALER = _keys(
     version={"enum": ["v1", "v2"]},
     volumeMounts={"type": "array", "items": _core("VolumeMount")},
 )
-_CREDENTIAL = _keys(value=_TEXT, valueFrom=_core("EnvVarSource"))
-_GCS = _keys(
-    ("redisAddress",),
-    externalStorageNamespace=_TEXT,
-    redisAddress=_TEXT,
-    redisPassword=_CREDENTIAL,
-    redisUsername=_CREDENTIAL,
-)
 RAY_CLUSTER = _keys(
     ("apiVersion", "kind", "metadata", "spec"),
     apiVersion={"const": "ray.io/v1"},
@@ -96,7 +85,6 @@ RAY_CLUSTER = _keys(
         ("headGroupSpec",),
         autoscalerOptions=_AUTOSCALER,
         enableInTreeAutoscaling=_FLAG,
-        gcsFaultToleranceOptions=_GCS,
         headGroupSpec=_HEAD,
         headServiceAnnotations=_TEXTS,
         managedBy=_TEXT,
