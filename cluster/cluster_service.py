@@ -28,6 +28,7 @@ CONTROL_TIMEOUT_S = 2.0  # for status: an answer without the controller is bette
 COMMAND_TIMEOUT_S = 8.0  # less than a client waits
 DEFAULT_DRAIN_S = 10.0
 MAX_WORKER_ID_CHARS = 256
+MAX_NODE_CHARS = 256  # as many as DNS has
 MAX_DRAIN_S = 600.0
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 refused=counters.refused,
                 moved=counters.moved,
                 moved_with_kv=counters.moved_with_kv,
+                http_port=int(router.http_address.rpartition(":")[2] or 0),
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,
@@ -122,6 +124,25 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         except ValueError as error:
             raise invalid(str(error)) from None
         return cluster_pb2.DrainWorkerResponse(worker_id=worker_id)
+
+    @with_status
+    async def DrainNode(  # noqa: N802  # named by the proto
+        self,
+        request: cluster_pb2.DrainNodeRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> cluster_pb2.DrainNodeResponse:
+        """See cluster.proto."""
+        if len(request.node) > MAX_NODE_CHARS:
+            raise invalid(f"node has {len(request.node)} chars, limit {MAX_NODE_CHARS}")
+        try:
+            worker_ids = await _asked(self._router.control.drain_node(request.node))
+        except UnknownWorkerError as error:
+            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except RoleChangeRefusedError as error:
+            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        return cluster_pb2.DrainNodeResponse(worker_ids=worker_ids)
 
     @with_status
     async def Shutdown(  # noqa: N802  # named by the proto

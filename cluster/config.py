@@ -103,6 +103,7 @@ class ServiceConfig:
     decode_workers: int = 1
     colocated_workers: int = 0  # compute prompts and decode
     ray_address: str | None = None  # None: a local Ray of our own
+    await_nodes: int = 0  # of a joined cluster, before anything is placed
     # Where workers listen: an address, or "auto": loopback, or, where the Ray cluster has more
     # than one node, each node's own address.
     worker_host: str = "auto"

@@ -48,6 +48,12 @@ class ControlPlane(Protocol):
         """
         ...
 
+    async def drain_node(self, node: str) -> list[str]:
+        """Begins to take all workers of a node out, for good; their ids. Errors as of
+        `change_role`.
+        """
+        ...
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Begins the orderly end of the whole service; returns at once."""
         ...

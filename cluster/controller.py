@@ -174,6 +174,23 @@ class Controller:
         self.step(now_s)
         return worker.known_id
 
+    def drain_workers(self, names: Iterable[str], now_s: float) -> list[str]:
+        """All of them go, in whatever state they are, and others are started; their ids."""
+        ids = []
+        for name in names:
+            pool, worker = self._find(name)
+            if pool is None or worker is None:
+                continue
+            ids.append(worker.known_id)
+            if worker.state is WorkerState.READY:
+                log.info("worker %s (%s) is drained with its node", name, worker.known_id)
+                self._drain(worker, now_s)
+            elif worker.state is WorkerState.STARTING:
+                self._end(pool, worker, "its node is drained", now_s, failed=False)
+            worker.becomes = None  # else it would go on, there, in another pool
+        self.step(now_s)
+        return ids
+
     def close(self) -> None:
         """The service ends: from now on nothing is started or scaled."""
         self._closed = True

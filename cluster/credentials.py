@@ -1,4 +1,4 @@
-"""Credentials: the tokens that clients may show, as hashes, and as new as their file is."""
+"""Credentials: the tokens that clients may show, as hashes, and whose; as new as their file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import logging
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
+from legato.cluster.caller import ANYBODY, CALLER_ROLES, Caller
 from legato.cluster.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 512
 MAX_TOKENS = 1024  # each is compared with, whatever the others say
@@ -24,13 +26,31 @@ MAX_FILE_BYTES = 1 << 20
 LOOK_PERIOD_S = 1.0
 LOG_PERIOD_S = 10.0
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what an Authorization header may carry
+# `NAME ROLE: TOKEN`; no token has a colon.
+_NAMED = re.compile(
+    r"(?P<name>[A-Za-z0-9._-]{1,64})(?:[ \t]+(?P<role>[a-z]+))?[ \t]*:(?P<token>.*)"
+)
 _HOW = "send `authorization: Bearer TOKEN` (legato: --token-file, or LEGATO_TOKEN)"
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Grant:
+    """A line of a token file: what a token is, and who shows it."""
+
+    token: str
+    caller: Caller
+
+
 def read_tokens(path: str) -> list[str]:
-    """One a line; empty lines and those that begin with # are none.
+    """Those of `read_grants`."""
+    return [grant.token for grant in read_grants(path)]
+
+
+def read_grants(path: str) -> list[Grant]:
+    """One a line; empty lines and those that begin with # are none. `NAME ROLE: TOKEN` names the
+    tenant and what it may do, `client` where no role is said; a token alone is an admin's.
 
     Raises:
         ValueError: naming file and line, never what stands there.
@@ -42,20 +62,31 @@ def read_tokens(path: str) -> list[str]:
         raise ValueError(f"token file {path!r}: {error.strerror}") from error
     if len(data) > MAX_FILE_BYTES:
         raise ValueError(f"token file {path!r} has more than {MAX_FILE_BYTES} bytes")
-    tokens = []
+    grants: dict[str, Grant] = {}
     for number, raw in enumerate(data.split(b"\n"), start=1):
-        token = raw.decode("utf-8", "replace").strip()
+        token, caller = raw.decode("utf-8", "replace").strip(), ANYBODY
         if not token or token.startswith("#"):
             continue
+        if (named := _NAMED.fullmatch(token)) is not None:
+            role = next((r for r in CALLER_ROLES if r == (named["role"] or "client")), None)
+            if role is None:
+                raise ValueError(
+                    f"token file {path!r}, line {number}: a role is {' or '.join(CALLER_ROLES)}"
+                )
+            token, caller = named["token"].strip(), Caller(named["name"], role)
         if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not _TOKEN.fullmatch(token):
             raise ValueError(
                 f"token file {path!r}, line {number}: a token has {MIN_TOKEN_CHARS} to "
                 f"{MAX_TOKEN_CHARS} letters, digits or ._~+/=-; `openssl rand -hex 32` makes one"
             )
-        tokens.append(token)
-    if len(tokens) > MAX_TOKENS:
-        raise ValueError(f"token file {path!r} has {len(tokens)} tokens, limit {MAX_TOKENS}")
-    return tokens
+        if grants.setdefault(token, Grant(token, caller)).caller != caller:
+            raise ValueError(
+                f"token file {path!r}, line {number}: another line has this token, with another "
+                "name or role"
+            )
+    if len(grants) > MAX_TOKENS:
+        raise ValueError(f"token file {path!r} has {len(grants)} tokens, limit {MAX_TOKENS}")
+    return list(grants.values())
 
 
 class Credentials:
@@ -68,15 +99,15 @@ class Credentials:
         self._path = path
         self._now = now
         self._stamp = _stamp(path)
-        self._hashes = [_hash(token) for token in read_tokens(path)]
-        if not self._hashes:
+        self._callers = _hashed(read_grants(path))
+        if not self._callers:
             raise ValueError(f"token file {path!r} has no token; `openssl rand -hex 32` makes one")
         self._looked_at_s = now()
         self._logged_at_s = -LOG_PERIOD_S
         self.num_refused = 0
 
-    def check(self, header: str | None) -> None:
-        """Of an Authorization header; as long for every token that is wrong.
+    def check(self, header: str | None) -> Caller:
+        """Whose an Authorization header is; as long for every token that is wrong.
 
         Raises:
             RequestError: UNAUTHENTICATED. It shows nothing of what came.
@@ -87,11 +118,12 @@ class Credentials:
         if scheme.lower() != "bearer" or not token:
             raise self._refused("no token came with the call")
         shown = _hash(token[: MAX_TOKEN_CHARS + 1])
-        is_known = False
-        for known in self._hashes:
-            is_known |= hmac.compare_digest(known, shown)
-        if not is_known:
+        found: list[Caller] = []
+        for known, caller in self._callers:
+            found += [caller] * hmac.compare_digest(known, shown)
+        if not found:
             raise self._refused("the token that came with the call is none of this service's")
+        return found[0]
 
     def _refused(self, reason: str) -> RequestError:
         self.num_refused += 1
@@ -111,12 +143,16 @@ class Credentials:
             return
         self._stamp = stamp
         try:
-            tokens = read_tokens(self._path)
+            grants = read_grants(self._path)
         except ValueError as error:
             log.warning("%s; the tokens before it stay", error)
             return
-        self._hashes = [_hash(token) for token in tokens]
-        log.info("tokens read anew: %d", len(tokens))
+        self._callers = _hashed(grants)
+        log.info("tokens read anew: %d", len(grants))
+
+
+def _hashed(grants: Sequence[Grant]) -> list[tuple[bytes, Caller]]:
+    return [(_hash(grant.token), grant.caller) for grant in grants]
 
 
 def _hash(token: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Door: who may call the public services: those that show a token, where there are any."""
+"""Door: who may call the public services, and which of their calls, where there are tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from legato.cluster.caller import CALLER
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import RequestError
+from legato.protos import cluster_pb2
 from legato.protos.refuse_strangers import HEALTH
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from legato.cluster.caller import Caller
     from legato.cluster.credentials import Credentials
 
 HEADER = "authorization"
+_CLUSTER = f"/{cluster_pb2.DESCRIPTOR.services_by_name['Cluster'].full_name}/"
+# Of the operators' calls, for tokens of clients: a new one is not, until it is named here.
+_FOR_CLIENTS = (f"{_CLUSTER}GetStatus",)
 
 
 class Door(grpc.aio.ServerInterceptor):
@@ -39,11 +45,23 @@ class Door(grpc.aio.ServerInterceptor):
                 if key == HEADER and isinstance(value, str)
             ]
             try:
-                self._credentials.check(values[0] if len(values) == 1 else None)
+                caller = self._credentials.check(values[0] if len(values) == 1 else None)
+                _check_role(caller, handler_call_details.method)
+                CALLER.set(caller)  # of this call's task
             except RequestError as error:
                 # The wire is the same for all kinds of methods; this one reads nothing.
                 return grpc.stream_stream_rpc_method_handler(_Refusal(error).refuse)
         return await continuation(handler_call_details)
+
+
+def _check_role(caller: Caller, method: str) -> None:
+    if caller.role == "admin" or not method.startswith(_CLUSTER) or method in _FOR_CLIENTS:
+        return
+    raise RequestError(
+        grpc.StatusCode.PERMISSION_DENIED,
+        f"{method.removeprefix(_CLUSTER)} is for tokens of the role admin; this one is of "
+        f"{caller.tenant}, role {caller.role}",
+    )
 
 
 class _Refusal:

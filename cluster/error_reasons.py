@@ -61,6 +61,11 @@ class Reason(Enum):
         "Send the request again after the delay of the RetryInfo, with a later deadline or "
         "fewer tokens, or add workers: legato scale.",
     )
+    DEADLINE_TOO_SHORT = (
+        _Code.RESOURCE_EXHAUSTED,
+        "Give the call a later deadline, or ask for fewer tokens; to wait and send the same again "
+        "does not help.",
+    )
     NOT_SERVED_NOW = (
         _Code.UNAVAILABLE,
         "Send the request again after the delay of the RetryInfo; `legato status` tells which "
@@ -88,6 +93,10 @@ class Reason(Enum):
         _Code.INTERNAL,
         "Do not send the request again as it is; serve the model with another --dtype, for "
         "fp16 may overflow.",
+    )
+    NOT_PERMITTED = (
+        _Code.PERMISSION_DENIED,
+        "Use a token of the role admin: its line in the service's token file says `NAME admin:`.",
     )
     NOT_AUTHENTICATED = (
         _Code.UNAUTHENTICATED,

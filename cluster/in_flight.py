@@ -20,9 +20,14 @@ class Ownership:
     """One call's, of the id of its request, from `InFlight.take` to `release`."""
 
     def __init__(
-        self, request_id: str, bound: asyncio.Timeout, owners: dict[str, Ownership]
+        self,
+        key: tuple[str, str],
+        bound: asyncio.Timeout,
+        owners: dict[tuple[str, str], Ownership],
     ) -> None:
-        self.request_id = request_id
+        """`key`: tenant and request id."""
+        self._key = key
+        self.request_id = key[1]
         self._bound = bound
         self._owners = owners
         self._released = asyncio.Event()
@@ -30,8 +35,8 @@ class Ownership:
 
     def release(self) -> None:
         """Nothing is held for the request any more: its id may be used again. Idempotent."""
-        if self._owners.get(self.request_id) is self:
-            del self._owners[self.request_id]
+        if self._owners.get(self._key) is self:
+            del self._owners[self._key]
         self._released.set()
 
     async def give_way(self) -> None:
@@ -53,13 +58,13 @@ class Ownership:
 
 
 class InFlight:
-    """By request id."""
+    """By tenant and request id: nobody takes over, or ends, what is another's."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, Ownership] = {}
+        self._owners: dict[tuple[str, str], Ownership] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._owners
+        return any(found == request_id for _, found in self._owners)
 
     async def take(self, spec: RequestSpec, bound: asyncio.Timeout) -> Ownership:
         """The caller ends when `bound` does. A resumed stream takes the id from who has it.
@@ -67,7 +72,8 @@ class InFlight:
         Raises:
             RequestError: ALREADY_EXISTS; UNAVAILABLE, as `Ownership.give_way`.
         """
-        while (older := self._owners.get(spec.request_id)) is not None:
+        key = spec.tenant, spec.request_id
+        while (older := self._owners.get(key)) is not None:
             if spec.resumed is None:
                 raise RequestError(
                     grpc.StatusCode.ALREADY_EXISTS,
@@ -75,7 +81,7 @@ class InFlight:
                     "afterwards",
                 )
             await older.give_way()
-        owner = self._owners[spec.request_id] = Ownership(spec.request_id, bound, self._owners)
+        owner = self._owners[key] = Ownership(key, bound, self._owners)
         return owner
 
 

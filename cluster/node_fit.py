@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.cluster.errors import shown
 from legato.cluster.resource_demand import amount_text, label_matches, label_text
+from legato.cluster.role_change import UnknownWorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from legato.cluster.resource_demand import ResourceDemand
 
+MAX_NAMED = 16  # nodes, in a sentence
 _GRAIN = 1e-4 / 2  # Ray counts in ten-thousandths
 
 
@@ -28,6 +31,34 @@ class NodeView:
     total: Mapping[str, float]
     free: Mapping[str, float]
     labels: Mapping[str, str]
+    host_name: str = ""
+
+
+def find_node(nodes: Iterable[NodeView], name: str) -> NodeView:
+    """The one at this address, or of this host name.
+
+    Raises:
+        ValueError: no name, or several are.
+        UnknownWorkerError: none is.
+    """
+    if not name:
+        raise ValueError("node is empty: give its address or host name")
+    nodes = list(nodes)
+    found = [node for node in nodes if _host(node) == name]
+    found = found or [node for node in nodes if node.host_name == name]
+    if len(found) > 1:
+        addresses = ", ".join(sorted(_host(node) for node in found))
+        raise ValueError(f"node {shown(name)} names {len(found)} nodes: {addresses}")
+    if not found:
+        there = ", ".join(sorted(_host(node) for node in nodes)[:MAX_NAMED])
+        raise UnknownWorkerError(
+            f"no node of the cluster has the address or host name {shown(name)}; there are {there}"
+        )
+    return found[0]
+
+
+def _host(node: NodeView) -> str:
+    return node.address.rpartition(":")[0]
 
 
 def holders(demand: ResourceDemand, nodes: Iterable[NodeView]) -> list[NodeView]:

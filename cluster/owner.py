@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from legato.cluster.actors.service import RayService
     from legato.cluster.client_access import ClientAccess
     from legato.cluster.config import ServiceConfig
+    from legato.cluster.placement import ClusterFacts
     from legato.cluster.stop_signal import StopSignal
     from legato.protos.tls_files import TlsFiles
 
 POLL_S = 0.1
+NODES_POLL_S = 0.5
 JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
 ASK_S = 5.0  # for one answer of the controller's, during the start
@@ -84,6 +86,7 @@ class Owner:
             self._check_own()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
+        from legato.cluster.actors.kv_room import check_kv_memory
         from legato.cluster.actors.model_path import resolve_model_path
         from legato.cluster.actors.plans import RouterPlan, WorkerPlan
         from legato.cluster.actors.service import RayService
@@ -94,6 +97,15 @@ class Owner:
                 lambda done, total: self._progress.amount(
                     f"downloading {config.model}", done, total
                 ),
+            )
+            sizes = config.pool_sizes
+            check_kv_memory(
+                model_path,
+                [
+                    config.decode_engine() if role == "decode" else config.engine
+                    for role in sizes
+                    if sizes[role]
+                ],
             )
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error
@@ -118,6 +130,8 @@ class Owner:
             self._progress.stage(f"joined Ray at {ray_address}, nodes: {len(facts.nodes)}")
         self._stop.install()
         self._check_stop()
+        if ray_address is not None:
+            facts = self._await_nodes(service, facts, deadline_s)
         try:
             placements = place(config, facts)
         except ValueError as error:
@@ -245,6 +259,23 @@ class Owner:
             service.tend()  # the controller, too, must know that we live
             if service.done(calls, POLL_S):
                 return
+
+    def _await_nodes(
+        self, service: RayService, facts: ClusterFacts, deadline_s: float
+    ) -> ClusterFacts:
+        wanted = self._config.await_nodes
+        while len(facts.nodes) < wanted:
+            told = f"{len(facts.nodes)} of {wanted} nodes have joined the Ray cluster"
+            if time.monotonic() > deadline_s:
+                raise ServiceError(
+                    f"{told} within {self._config.start_timeout_s:g} s; start `ray start "
+                    "--address …` on the others, or lower --await-nodes"
+                )
+            self._progress.state(f"waiting: {told}")
+            time.sleep(NODES_POLL_S)
+            self._check_stop()
+            facts = service.facts_now()
+        return facts
 
     def _ray_address(self) -> str | None:
         if self._config.ray_address is None:

@@ -49,7 +49,7 @@ class PoolView:
         now: Callable[[], float] = time.monotonic,
         access: InternalAccess = ANYBODY,
     ) -> None:
-        """`on_worker` hears of each change: the id, ready, draining, lost or gone, and why."""
+        """`on_worker` hears of each change: the id, ready, draining, left, lost or gone, why."""
         self._control = control
         self._on_worker = on_worker
         self._access = access
@@ -176,9 +176,13 @@ class PoolView:
 
     def lose(self, view: WorkerView, reason: str, *, tells: bool = True) -> None:
         """The worker hangs or is dead: its calls end; with `tells` the controller is told, once."""
+        has_left = view.departing.is_set() and not view.is_busy
         if view.lose(reason):
-            log.warning("worker %s lost: %s", view.worker_id, reason)
-            self._on_worker(view.worker_id, "lost", reason)
+            if has_left:
+                log.info("worker %s left as asked (%s)", view.worker_id, reason)
+            else:
+                log.warning("worker %s lost: %s", view.worker_id, reason)
+            self._on_worker(view.worker_id, "left" if has_left else "lost", reason)
             if tells:
                 self._chore(self._report(view, reason))
             self.changed()

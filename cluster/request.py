@@ -46,12 +46,13 @@ class RequestSpec:
     stop: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     batch_priority: bool
-    cache_salt: str
+    cache_salt: str  # with the tenant's in it
     num_answers: int = 1
     resumed: Resumption | None = None  # the stream is the rest of one that broke
     prompt_logprobs: int | None = (
         None  # still to be told: of each prompt token, and the k best there
     )
+    tenant: str = ""  # whose token it came with; request ids are a tenant's own
     prompt_only: bool = False  # a token is drawn, for a prompt's worker draws one, and is not told
 
     @property

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+# Of the routers of one service that ends, those that have ended are not to be reached, and those of
+# another service answer sooner.
+ENDING_PATIENCE_S = 2.0
+
+
 @dataclass(frozen=True)
 class RetryOptions:
     """How patient a client is. A request's deadline bounds all its tries together."""
@@ -57,10 +62,15 @@ def failure_of(error: grpc.RpcError) -> Failure:
         code,
         message,
         details.retry_after_s,
-        is_final=NEVER_RETRY in trailers,
+        is_final=NEVER_RETRY in trailers or speaks_http1(code, message),
         reason=details.reason,
         remedy=details.remedy,
     )
+
+
+def speaks_http1(code: grpc.StatusCode, message: str) -> bool:
+    """gRPC says that what listens there is a web server, such as the service's HTTP endpoint."""
+    return code is grpc.StatusCode.UNAVAILABLE and "connect an http1.x server" in message
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class Setting:
     num_routers: int
     left_s: float  # until the deadline
     outage_s: float  # since the first of the failures that were UNAVAILABLE; 0 at that one
+    num_ended: int = 0  # of the routers: they said of late that their service ends, on purpose
+    ending_s: float = 0.0  # since the first of them said so
 
 
 def retry_delay_s(
@@ -79,14 +91,20 @@ def retry_delay_s(
     """Seconds until the next try, on another router where there is one; None: to be told as it is.
 
     UNAVAILABLE, which a broken connection is too, sends a request to each other router at once, and
-    then through all of them again after a pause. RESOURCE_EXHAUSTED is tried again where and when
-    the server says so; without its hint it is a message that is too large, and will be tomorrow.
-    All else is for the caller. Nobody waits for a try that would come behind the deadline. `draw`
-    is uniform in [0, 1): a hint is never undercut, a backoff varies both ways.
+    then through all of them again after a pause. Where a router says that its service ends, nobody
+    waits for it to come back: the others have ENDING_PATIENCE_S, for they may be of the same
+    service. A router that is killed, and started again, says nothing of the kind.
+
+    RESOURCE_EXHAUSTED is tried again where and when the server says so; without its hint it is a
+    message that is too large, and will be tomorrow. All else is for the caller. Nobody waits for a
+    try that would come behind the deadline. `draw` is uniform in [0, 1): a hint is never undercut,
+    a backoff varies both ways.
     """
     if failure.is_final:
         return None
     if failure.code is grpc.StatusCode.UNAVAILABLE:
+        if setting.num_ended >= setting.num_routers:
+            return None
         rounds, others_tried = divmod(setting.num_failures, setting.num_routers)
         if others_tried != 0:
             delay_s = 0.0
@@ -96,6 +114,8 @@ def retry_delay_s(
             backoff_s = options.first_backoff_s * 2.0 ** min(rounds - 1, 32)
             delay_s = min(options.max_backoff_s, backoff_s) * (1 + options.jitter * (2 * draw - 1))
         if setting.outage_s + delay_s > options.max_outage_s:
+            return None
+        if setting.num_ended and setting.ending_s + delay_s > ENDING_PATIENCE_S:
             return None
     elif failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is not None:
         delay_s = failure.retry_after_s * (1 + options.jitter * draw)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class UnknownWorkerError(ValueError):
-    """There is no such worker."""
+    """There is no such worker, or node."""
 
 
 class RoleChangeRefusedError(ValueError):

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import grpc
@@ -17,6 +17,7 @@ import grpc
 from legato.cluster.admission import Admission
 from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
+from legato.cluster.caller import CALLER
 from legato.cluster.credentials import Credentials
 from legato.cluster.deadline import Deadline
 from legato.cluster.error_reasons import Reason
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.answer import TextSource
     from legato.cluster.answer_life import Send
+    from legato.cluster.caller import Caller
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
     from legato.cluster.http.server import HttpServer
@@ -169,6 +171,7 @@ class Router:
         self._draining = False
         self._gateway = Gateway(self)
         self._http: HttpServer | None = None
+        self.grpc_port = 0  # once it is bound
         self._ticker: asyncio.Task[None] | None = None
 
     # --- the controller's side ----------------------------------------------------------------
@@ -196,6 +199,7 @@ class Router:
             raise
         host, _, port = address.rpartition(":")
         self._service_labels = (*self._service_labels[:3], host.strip("[]"), port)
+        self.grpc_port = int(port)
         if http is not None:
             await http.start()
             self._http = http
@@ -440,7 +444,7 @@ class Router:
         check_model(request, self.pool.model_fingerprint)
         least, most = unread_demand(request, limits)
         self.admission.check_arrival(least, most, deadline)
-        return await self._in_thread(self._read, request, limits)
+        return await self._in_thread(self._read, request, limits, CALLER.get())
 
     async def tokenize(
         self, request: generation_pb2.TokenizeRequest
@@ -472,9 +476,10 @@ class Router:
         return await asyncio.wrap_future(parsing)
 
     def _read(
-        self, request: generation_pb2.GenerateRequest, limits: ModelLimits
+        self, request: generation_pb2.GenerateRequest, limits: ModelLimits, caller: Caller
     ) -> tuple[RequestSpec, list[Answer]]:
         spec = self._parse(request, self.text, limits)
+        spec = replace(spec, tenant=caller.tenant, cache_salt=caller.salt(spec.cache_salt))
         min_tokens = spec.sampling.min_tokens
         answers = [
             Answer(spec, self._new_answer(self.text, spec.stop, min_tokens))

@@ -232,6 +232,12 @@ class WorkerView:
         self._others = max(0, held - blocks), max(0, load.waiting_tokens - tokens)
         self._most_used = self.used_blocks, self.backlog_tokens
 
+    @property
+    def is_busy(self) -> bool:
+        """It has calls of ours, or said in its last report that it has work of somebody's."""
+        load = self.load
+        return bool(self.calls) or (load is not None and load.running + load.waiting > 0)
+
     def lose(self, reason: str) -> bool:
         """Ends all calls to the worker; True where it was trusted until now."""
         if self.state not in (ViewState.READY, ViewState.CONNECTING):

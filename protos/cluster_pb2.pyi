@@ -287,6 +287,7 @@ class RouterStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     MOVED_WITH_KV_FIELD_NUMBER: _builtins.int
+    HTTP_PORT_FIELD_NUMBER: _builtins.int
     queued: _builtins.int
     in_flight: _builtins.int
     completed: _builtins.int
@@ -297,6 +298,8 @@ class RouterStatus(_message.Message):
     """Requests moved to other workers after a loss."""
     moved_with_kv: _builtins.int
     """Answers that moved to another decode worker with their KV, because their own one drained."""
+    http_port: _builtins.int
+    """Of its HTTP endpoint, on the host where it listens; 0: it has none."""
     def __init__(
         self,
         *,
@@ -308,10 +311,11 @@ class RouterStatus(_message.Message):
         refused: _builtins.int = ...,
         moved: _builtins.int = ...,
         moved_with_kv: _builtins.int = ...,
+        http_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "in_flight", b"in_flight", "moved", b"moved", "moved_with_kv", b"moved_with_kv", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "http_port", b"http_port", "in_flight", b"in_flight", "moved", b"moved", "moved_with_kv", b"moved_with_kv", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,6 +489,52 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    """Which node of the Ray cluster is to have no workers any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Its address or host name, as Ray knows it."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeResponse(_message.Message):
+    """It takes nothing new."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The workers that drain or start there, until they are gone."""
+
+    def __init__(
+        self,
+        *,
+        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_ids", b"worker_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

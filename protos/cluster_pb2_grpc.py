@@ -55,6 +55,11 @@ class ClusterStub:
                 request_serializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/legato.v1.Cluster/DrainNode',
+                request_serializer=legato_dot_protos_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=legato_dot_protos_dot_cluster__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/legato.v1.Cluster/Shutdown',
                 request_serializer=legato_dot_protos_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -107,6 +112,17 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Takes all workers of one node out, for a machine that is to go, and returns at once: nothing new is
+        started on the node, by Ray either, whose process there ends once nothing runs. Each worker goes as in
+        DrainWorker, one that is starting at once; others are started on the nodes that have room.
+        Errors: INVALID_ARGUMENT for a node that is empty or names several; NOT_FOUND; FAILED_PRECONDITION
+        for the node where the service itself was started: end the service instead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
         ends. Returns when draining has begun.
@@ -137,6 +153,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerRequest.FromString,
                     response_serializer=legato_dot_protos_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=legato_dot_protos_dot_cluster__pb2.DrainNodeRequest.FromString,
+                    response_serializer=legato_dot_protos_dot_cluster__pb2.DrainNodeResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -253,6 +274,33 @@ class Cluster:
             '/legato.v1.Cluster/DrainWorker',
             legato_dot_protos_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
             legato_dot_protos_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.Cluster/DrainNode',
+            legato_dot_protos_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
+            legato_dot_protos_dot_cluster__pb2.DrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

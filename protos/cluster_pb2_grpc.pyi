@@ -57,6 +57,13 @@ class ClusterStub:
     Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
     FAILED_PRECONDITION for a worker that is not ready.
     """
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]
+    """Takes all workers of one node out, for a machine that is to go, and returns at once: nothing new is
+    started on the node, by Ray either, whose process there ends once nothing runs. Each worker goes as in
+    DrainWorker, one that is starting at once; others are started on the nodes that have room.
+    Errors: INVALID_ARGUMENT for a node that is empty or names several; NOT_FOUND; FAILED_PRECONDITION
+    for the node where the service itself was started: end the service instead.
+    """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
     """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
     ends. Returns when draining has begun.
@@ -90,6 +97,13 @@ class ClusterAsyncStub(ClusterStub):
     another worker is started in its place at once.
     Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
     FAILED_PRECONDITION for a worker that is not ready.
+    """
+    DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]  # type: ignore[assignment]
+    """Takes all workers of one node out, for a machine that is to go, and returns at once: nothing new is
+    started on the node, by Ray either, whose process there ends once nothing runs. Each worker goes as in
+    DrainWorker, one that is starting at once; others are started on the nodes that have room.
+    Errors: INVALID_ARGUMENT for a node that is empty or names several; NOT_FOUND; FAILED_PRECONDITION
+    for the node where the service itself was started: end the service instead.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Ends the service: no new requests, running ones get `drain_timeout_s`, then every process
@@ -145,6 +159,19 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         another worker is started in its place at once.
         Errors: INVALID_ARGUMENT for a worker_id that is empty or begins several; NOT_FOUND;
         FAILED_PRECONDITION for a worker that is not ready.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _cluster_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainNodeResponse, _abc.Awaitable[_cluster_pb2.DrainNodeResponse]]:
+        """Takes all workers of one node out, for a machine that is to go, and returns at once: nothing new is
+        started on the node, by Ray either, whose process there ends once nothing runs. Each worker goes as in
+        DrainWorker, one that is starting at once; others are started on the nodes that have room.
+        Errors: INVALID_ARGUMENT for a node that is empty or names several; NOT_FOUND; FAILED_PRECONDITION
+        for the node where the service itself was started: end the service instead.
         """
 
     @_abc_1.abstractmethod

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato.bench.decode_curve.capacity_run import CapacityRun
-from legato.bench.model_cost import ModelCost
+from legato.bench.loaded_cost import loaded_cost
 from legato.worker.kv.cache import KvCache, KvShape
 from legato.worker.kv.mover import KvMover
 from legato.worker.loading import load_model
@@ -46,7 +46,7 @@ class CapacityEngine:
         self.num_slots = self.cache.num_blocks if num_slots is None else num_slots
         self.mover = KvMover(self.cache, self.num_slots)
         self.runner = ModelRunner(loaded.model, self.cache, loaded.device, config.max_batch_size)
-        self.cost = ModelCost.of(self.model, shape.bytes_per_token)
+        self.cost = loaded_cost(self.model, shape.bytes_per_token)
         self.max_batch_size = config.max_batch_size
         self.chunk_tokens = config.prefill_chunk_tokens
 

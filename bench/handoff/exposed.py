@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from legato.bench.handoff.service import running_service
+from legato.bench.handoff.service import running_service, until_ready
 from legato.bench.handoff.spread import Spread
 from legato.bench.workload import Workload
 from legato.cluster.text.model_text import ModelText
 from legato.protos import (
-    cluster_pb2,
-    cluster_pb2_grpc,
     common_pb2,
     generation_pb2,
     generation_pb2_grpc,
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = (512, 1024, 2048)
 MAX_TOKENS = 17  # 15 gaps behind the first give the decode step
 _TIMEOUT_S = 300.0
-_READY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ async def measure_exposed(
         grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel,
     ):
         stub: generation_pb2_grpc.GenerationAsyncStub = generation_pb2_grpc.GenerationStub(channel)
-        await _until_ready(channel)
+        await until_ready(channel)
         for turn in range(num_rounds + 1):
             for count in prompt_tokens:
                 workload = Workload(f"prompt{count}", 1, 1, count, MAX_TOKENS)
@@ -115,14 +111,6 @@ async def measure_exposed(
                 if turn > 0:
                     streams[count].append(times)
     return [Exposed.of(count, times) for count, times in streams.items()]
-
-
-async def _until_ready(channel: grpc.aio.Channel) -> None:
-    """Until the router has heard of both workers."""
-    cluster: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-    async with asyncio.timeout(_READY_TIMEOUT_S):
-        while not (await cluster.GetStatus(cluster_pb2.GetStatusRequest())).ready:  # noqa: ASYNC110  # the state is remote
-            await asyncio.sleep(0.05)
 
 
 async def _stream(

@@ -14,10 +14,12 @@ from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.role_change import UnknownWorkerError
 from legato.cluster.router import Router
-from legato.protos import cluster_pb2, common_pb2
+from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
+
+    import grpc
 
     from legato.cluster.control_plane import Role
     from legato.cluster.role_change import RoleChange
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from legato.cluster.text.model_text import ModelText
 
 START_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 60.0
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _ROLE_NUMBERS = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
@@ -66,6 +69,10 @@ class _NoController:
         """Nobody asks for it."""
         raise UnknownWorkerError("nothing here is drained by hand")
 
+    async def drain_node(self, node: str) -> list[str]:
+        """Nobody asks for it."""
+        raise UnknownWorkerError("nothing here is drained by hand")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """Does nothing."""
 
@@ -82,9 +89,12 @@ class _NoController:
 
 @asynccontextmanager
 async def running_service(
-    model: str, text: ModelText, worker_arguments: Sequence[str]
+    model: str,
+    text: ModelText,
+    worker_arguments: Sequence[str],
+    options: RouterOptions | None = None,
 ) -> AsyncIterator[str]:
-    """Yields the router's address.
+    """Yields the router's address. `options`: the router's, at any free port by default.
 
     Raises:
         RuntimeError: a worker did not start; it has said why on stderr.
@@ -92,7 +102,7 @@ async def running_service(
     processes: list[asyncio.subprocess.Process] = []
     control = _NoController()
     router = Router(
-        RouterOptions(port=0),
+        options or RouterOptions(port=0),
         text,
         control,
         model_name=text.name,
@@ -116,6 +126,18 @@ async def running_service(
             if process.returncode is None:
                 process.kill()
             await process.wait()
+
+
+async def until_ready(channel: grpc.aio.Channel) -> None:
+    """Until the router has heard of both workers.
+
+    Raises:
+        TimeoutError: it has not for READY_TIMEOUT_S.
+    """
+    stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+    async with asyncio.timeout(READY_TIMEOUT_S):
+        while not (await stub.GetStatus(cluster_pb2.GetStatusRequest())).ready:  # noqa: ASYNC110  # the state is remote
+            await asyncio.sleep(0.05)
 
 
 async def _start(model: str, role: Role, arguments: Sequence[str]) -> asyncio.subprocess.Process:

@@ -56,6 +56,10 @@ class NoControl:
         """There are no others."""
         raise UnknownWorkerError(f"no worker is to be drained: {worker_id}")
 
+    async def drain_node(self, node: str) -> list[str]:
+        """There are no nodes."""
+        raise UnknownWorkerError(f"no node is to be drained: {node}")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """The benchmark ends the process."""
 

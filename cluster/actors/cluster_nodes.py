@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray._private.state
+import ray._private.worker
+from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RayError
 
-from legato.cluster.node_fit import NodeView
+from legato.cluster.node_fit import NodeView, find_node
+from legato.cluster.role_change import RoleChangeRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +46,12 @@ class ClusterNodes:
         self.nodes: tuple[NodeView, ...] = ()
         self.lost: frozenset[str] = frozenset()  # Ray says that they live, and nothing answers
         self._seen: set[str] = set()
+        self._closed: set[str] = set()
+
+    @property
+    def open(self) -> tuple[NodeView, ...]:
+        """Without those on which Ray puts nothing more."""
+        return tuple(node for node in self.nodes if node.node_id not in self._closed)
 
     async def run(self) -> None:
         """Reads until cancelled; while Ray's head does not answer the last view stands."""
@@ -64,6 +73,28 @@ class ClusterNodes:
                 self.nodes = tuple(node for node in nodes if node.node_id not in self.lost)
             await asyncio.sleep(READ_PERIOD_S)
 
+    async def close(self, node: str, owners_id: str) -> str:
+        """Has Ray put nothing more on a node, named by address or host name; its id. Ray's process
+        there ends as soon as nothing runs. What is put on others already is not moved.
+
+        Raises:
+            ValueError: it names several.
+            UnknownWorkerError: it names none.
+            RoleChangeRefusedError: it is the owner's, `owners_id`, or Ray refuses.
+        """
+        found = find_node(await asyncio.to_thread(read_nodes), node)
+        if found.node_id == owners_id:
+            raise RoleChangeRefusedError(
+                f"node {node} is where the service was started: end the service instead, "
+                "with `legato stop`"
+            )
+        accepted, reason = await asyncio.to_thread(_drain, found.node_id)
+        if not accepted:
+            raise RoleChangeRefusedError(f"Ray does not drain node {node}: {reason}")
+        self._closed.add(found.node_id)
+        log.info("node %s (%s) is drained", found.host_name, found.address)
+        return found.node_id
+
     async def look_at(self, node_ids: Iterable[str]) -> frozenset[str]:
         """Those of `node_ids` that are lost. Ray itself takes some 15 s to notice."""
         known = {node.node_id: node for node in self.nodes}
@@ -75,6 +106,15 @@ class ClusterNodes:
             self.nodes = tuple(node for node in self.nodes if node.node_id not in silent)
         alive = {node.node_id for node in self.nodes}
         return frozenset(node_ids) & self._seen - alive
+
+
+def _drain(node_id: str) -> tuple[bool, str]:
+    """Whether Ray does, and why not. For good, with no deadline: what runs there is ours to end."""
+    gcs = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]  # Ray's
+    reasons = autoscaler_pb2.DrainNodeReason  # type: ignore[attr-defined]  # generated
+    preemption = reasons.Value("DRAIN_NODE_REASON_PREEMPTION")
+    answer: tuple[bool, str] = gcs.drain_node(node_id, preemption, "drained by an operator", 0)
+    return answer
 
 
 async def _answering(nodes: list[NodeView]) -> frozenset[str]:
@@ -101,4 +141,5 @@ def _view(node: dict[str, Any], free: dict[str, dict[str, float]]) -> NodeView:
         total=node["Resources"],
         free=free.get(node["NodeID"], {}),
         labels=node["Labels"],
+        host_name=node["NodeManagerHostname"],
     )

@@ -49,6 +49,11 @@ class ControlCalls:
         full_id: str = await bounded(lambda: self._controller.drain_worker.remote(worker_id))
         return full_id
 
+    async def drain_node(self, node: str) -> list[str]:
+        """See ControlPlane."""
+        ids: list[str] = await bounded(lambda: self._controller.drain_node.remote(node))
+        return ids
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         """See ControlPlane."""
         self._end_service(drain_timeout_s)

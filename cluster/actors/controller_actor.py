@@ -158,6 +158,14 @@ class ControllerActor:
         await self._keep_order()
         return full_id
 
+    async def drain_node(self, node: str) -> list[str]:
+        """See ClusterNodes.close and Controller.drain_workers; ConnectionError as of `scale`."""
+        await self._begin_order()
+        names = await self._launcher.close_node(node, self._owner.node_id)
+        ids = self._controller.drain_workers(names, time.monotonic())
+        await self._keep_order()
+        return ids
+
     async def report_lost(self, worker_id: str, reason: str) -> None:
         """See Controller.report_lost."""
         await self._adopted.wait()

@@ -126,11 +126,16 @@ class RayLauncher:
         if name not in self._roles or not self._nodes.nodes:
             return ""
         role = self._roles[name]
-        return waits_for(role, self._plan.placements[role].demand, self._nodes.nodes)
+        return waits_for(role, self._plan.placements[role].demand, self._nodes.open)
 
     def lacks_room(self, name: str) -> bool:
         """See Launcher."""
         return name not in self._processes and bool(self.waiting_for(name))
+
+    async def close_node(self, node: str, owners_id: str) -> list[str]:
+        """See ClusterNodes.close; the names of the workers there."""
+        node_id = await self._nodes.close(node, owners_id)
+        return [name for name, process in self._processes.items() if process.node_id == node_id]
 
     async def watch_nodes(self) -> None:
         """Keeps the view of the cluster's nodes up to date; never returns."""
@@ -220,8 +225,10 @@ class RayLauncher:
             self._spawn(self._store.keep(_process_key(actor_name), dataclasses.asdict(process)))
             started = await self._started(name, handle, role)
             self.controller.on_ready(name, started, time.monotonic())
-            self._spawn(self._await_leaving(name, handle))
-            await handle.watch.remote()
+            # The calls that stay open: `ps` shows the process under the name of the last begun.
+            shown = f"legato {role} worker"
+            self._spawn(self._await_leaving(name, handle, shown))
+            await handle.watch.options(name=shown).remote()
         except RayActorError as error:
             self._ended.add(name)
             placed = name in self._processes
@@ -291,9 +298,9 @@ class RayLauncher:
         worker: StartedWorker = await start
         return worker
 
-    async def _await_leaving(self, name: str, handle: Any) -> None:  # noqa: ANN401  # as above
+    async def _await_leaving(self, name: str, handle: Any, shown: str) -> None:  # noqa: ANN401  # as above
         try:
-            await handle.leaving.remote()
+            await handle.leaving.options(name=shown).remote()
         except RayError:
             return  # `_live` reports the death
         self.controller.on_leaving(name, time.monotonic())

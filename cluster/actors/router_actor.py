@@ -17,6 +17,7 @@ from legato.cluster.actors.control_calls import ControlCalls
 from legato.cluster.actors.head_store import HeadStore
 from legato.cluster.actors.logs import begin_logging
 from legato.cluster.actors.worker_process import WorkerProcess
+from legato.cluster.open_files import raise_open_files
 
 if TYPE_CHECKING:
     from legato.cluster.actors.plans import RouterPlan
@@ -46,6 +47,7 @@ class RouterActor:
 
     async def __init__(self, controller: Any, plan: RouterPlan, number: int) -> None:  # type: ignore[misc]  # noqa: ANN401  # Ray awaits it; an actor handle has no static type
         begin_logging()
+        raise_open_files()
         self._controller = controller
         self._plan = plan
         self._number = number

@@ -21,6 +21,7 @@ from legato.cluster.actors.controller_actor import HEAD_LOST
 from legato.cluster.actors.controller_link import ControllerLink
 from legato.cluster.actors.head_store import forget
 from legato.cluster.actors.launcher import STOP_GRACE_S
+from legato.cluster.actors.lean_ray import lean_ray
 from legato.cluster.actors.router_group import RouterGroup
 from legato.cluster.errors import ServiceError
 from legato.cluster.owner_watch import OwnerProcess
@@ -58,7 +59,7 @@ class RayService:
             ServiceError: it does not start.
         """
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
-        with failure_in_words("Ray could not be started"):
+        with failure_in_words("Ray could not be started"), lean_ray():
             ray.init(
                 address="local",
                 namespace=self._namespace,
@@ -224,6 +225,10 @@ class RayService:
                 except ValueError:
                     continue  # it has just ended
         forget(self._namespace)
+
+    def facts_now(self) -> ClusterFacts:
+        """Of the joined cluster, as it is by now."""
+        return self._facts(joined=True)
 
     def _facts(self, *, joined: bool) -> ClusterFacts:
         cores = len(os.sched_getaffinity(0))

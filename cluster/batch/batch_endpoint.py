@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx2
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ PATIENCE_S = 120.0  # with no answer of any router, the batch stops
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 10.0
 # Asking again may help: a conflict, a full queue, no worker.
 _RETRIED = (408, 409, 429, 502, 503)
+_SHUTTING_DOWN = Reason.SHUTTING_DOWN.name.lower()  # as an error's `code`
 
 
 class OutOfTimeError(Exception):
@@ -56,6 +58,7 @@ class BatchEndpoint:
         self._urls = list(urls)
         self._next = 0  # which one is asked first
         self._deadline_s = deadline_s
+        self._ended: set[str] = set()  # of the urls: they said that their service ends
         self._heard_s = time.monotonic()  # when a router last said anything but that it cannot
         self._client = httpx2.AsyncClient(
             verify=verify,
@@ -78,6 +81,13 @@ class BatchEndpoint:
         for url in self._urls:
             try:
                 response = await self._client.get(f"{url}/v1/models", timeout=CONNECT_TIMEOUT_S)
+            except httpx2.RemoteProtocolError as error:
+                where = url.partition("://")[2]
+                problem = problem or (
+                    f"what listens at {url} speaks no HTTP ({_reason(error)}); if it is the "
+                    f"service's gRPC port, say --address {where} in the place of --url"
+                )
+                continue
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 problem = problem or f"no service answers at {url} ({_reason(error)})"
                 continue
@@ -93,7 +103,7 @@ class BatchEndpoint:
 
         Raises:
             OutOfTimeError: the deadline came first.
-            ServiceError: no router has answered for PATIENCE_S.
+            ServiceError: no router has answered for PATIENCE_S, or all say that they end.
         """
         body = {**line.body, "priority": "batch"}
         delay_s = FIRST_DELAY_S
@@ -112,6 +122,11 @@ class BatchEndpoint:
                 reason = f"HTTP {asked.status_code}"
             else:
                 reason = asked
+            if self._ended.issuperset(self._urls):
+                raise ServiceError(
+                    f"the service at {', '.join(self._urls)} is shutting down; when it is back the "
+                    "same command goes on from here"
+                )
             if time.monotonic() - self._heard_s > PATIENCE_S:
                 raise ServiceError(
                     f"no service has answered at {', '.join(self._urls)} for {PATIENCE_S:g} s "
@@ -139,12 +154,19 @@ class BatchEndpoint:
                 ),
             )
         except httpx2.TransportError as error:
-            if self._next == number:  # else another line has found out before
-                self._next = (number + 1) % len(self._urls)
+            self._leave(number)
             return _reason(error)
         if response.status_code == 200:
             self._heard_s = time.monotonic()
+            self._ended.clear()
+        elif response.status_code == 503 and _code(response) == _SHUTTING_DOWN:
+            self._ended.add(self._urls[number])
+            self._leave(number)
         return response
+
+    def _leave(self, number: int) -> None:
+        if self._next == number:  # else another line has found out before
+            self._next = (number + 1) % len(self._urls)
 
     def _left_s(self) -> float:
         return DAY_S if self._deadline_s is None else self._deadline_s - time.monotonic()
@@ -152,6 +174,13 @@ class BatchEndpoint:
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def _code(response: httpx2.Response) -> str:
+    try:
+        return str(response.json()["error"]["code"])
+    except (ValueError, KeyError, TypeError):  # of something that stands in between
+        return ""
 
 
 def _result(response: httpx2.Response) -> LineResult:

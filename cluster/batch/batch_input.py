@@ -120,7 +120,9 @@ def _parse(data: bytes) -> BatchLine:
             f"custom_id is {shown(custom_id)}, limit a string of 1 to {MAX_CUSTOM_ID_CHARS} chars"
         )
     if value.get("method") != "POST":
-        raise ValueError(f"method is {shown(value.get('method'))}, limit 'POST'")
+        told = "null" if value.get("method", "") is None else shown(value.get("method"))
+        state = f"is {told}" if "method" in value else "is not set"
+        raise ValueError(f"method {state}, limit 'POST'")
     if url not in URLS:
         raise ValueError(f"url is {shown(url)}, limit {' or '.join(URLS)}")
     if not isinstance(body, dict):

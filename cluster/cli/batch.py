@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from legato.cluster.cli.client_flags import chosen_access
-from legato.cluster.cli.connection import DEFAULT_PORT
+from legato.cluster.cli.connection import AddressOption, PortOption, choose_address
+from legato.cluster.cli.status import ask_each
 from legato.cluster.errors import ServiceError
-from legato.cluster.router_ports import default_http_port
 
 if TYPE_CHECKING:
     from legato.cluster.batch.batch_input import BatchInput
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from legato.cluster.batch.batch_run import BatchOutcome
     from legato.cluster.cli.batch_progress import BatchProgress
 
-DEFAULT_URL = f"http://127.0.0.1:{default_http_port(DEFAULT_PORT)}"
 MAX_CONCURRENCY = 1024
 SOME_FAILED, SOME_UNDONE = 1, 3  # exit codes
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -42,13 +41,16 @@ def batch(
             "are not asked again.",
         ),
     ],
+    context: typer.Context,
     url: Annotated[
-        str,
+        str | None,
         typer.Option(
             envvar="LEGATO_URL",
-            help="The service's HTTP endpoint; of several routers with commas between them.",
+            help="The service's HTTP endpoint, http://host:port, in the place of --address; of "
+            "several routers with commas between them. By default the service is asked for it.",
+            show_default=False,
         ),
-    ] = DEFAULT_URL,
+    ] = None,
     concurrency: Annotated[
         int,
         typer.Option(min=1, max=MAX_CONCURRENCY, help="Requests in flight at most."),
@@ -61,6 +63,8 @@ def batch(
             show_default=False,
         ),
     ] = None,
+    address: AddressOption = None,
+    port: PortOption = None,
 ) -> None:
     """Answer a file of requests, at batch priority: they fill what interactive requests leave.
 
@@ -74,8 +78,18 @@ def batch(
         legato batch in.jsonl -o out.jsonl
 
         legato batch in.jsonl -o out.jsonl --deadline 8h --concurrency 256
+
+        legato batch in.jsonl -o out.jsonl --url https://llm.example.com
     """
-    urls = _urls(url)
+    given = {name for name in ("url", "address", "port") if _is_typed(context, name)}
+    if "url" in given and len(given) > 1:
+        raise typer.BadParameter(
+            "is given beside --address or --port: one of them says where the service is",
+            param_hint="--url",
+        )
+    # What is typed goes before what the environment says.
+    urls = None if url is None or given & {"address", "port"} else _urls(url)
+    where = choose_address(address, port)
     limit_s = None if deadline is None else _seconds(deadline)
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     from legato.cluster.batch.batch_input import BatchInput
@@ -86,7 +100,9 @@ def batch(
     with BatchInput(lines) as requests:
         custom_ids = {ref.custom_id for ref in requests.lines}
         with BatchOutput(output, custom_ids) as finished:
-            sys.exit(_run(requests, finished, urls, concurrency, deadline_s))
+            if urls is None and len(finished.finished) < len(requests.lines):
+                urls = _ask_urls(where)
+            sys.exit(_run(requests, finished, urls or [], concurrency, deadline_s))
 
 
 def _run(
@@ -144,6 +160,26 @@ async def _answer(
         return await run_batch(
             requests, finished, endpoint, concurrency=concurrency, on_line=progress.line
         )
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _ask_urls(where: str) -> list[str]:
+    """The HTTP endpoints of the routers at `where` that answer."""
+    scheme = "http" if chosen_access().tls is None else "https"
+    urls = [
+        f"{scheme}://{address.rpartition(':')[0]}:{told.router.http_port}"
+        for address, told in ask_each(where.split(",")).items()
+        if told is not None and told.router.http_port
+    ]
+    if not urls:
+        raise ServiceError(
+            f"the service at {where} has no HTTP endpoint (--no-http), which a batch needs"
+        )
+    return urls
 
 
 def _urls(text: str) -> list[str]:

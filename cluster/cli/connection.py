@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from legato.cluster.cli.client_flags import chosen_access
 from legato.cluster.client_target import parse_addresses
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ CONNECT_TIMEOUT_S = 5.0
 # Of several routers, for one that has the connection to say something: it may hang.
 GREETING_TIMEOUT_S = 2.0
 CALL_TIMEOUT_S = 10.0
+HANDSHAKE_POLL_S = 0.005
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"  # open to all; an empty message asks for the whole
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words
 
 AddressOption = Annotated[
     str | None,
@@ -69,6 +75,18 @@ def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     return False
 
 
+def open_targets(address: str) -> list[str]:
+    """Of several routers, those that are there.
+
+    Raises:
+        ServiceError: nothing listens.
+    """
+    targets = [target for target in address.split(",") if is_open(target)]
+    if not targets:
+        raise _nobody(address)
+    return targets
+
+
 @contextmanager
 def connect(address: str, access: ClientAccess | None = None) -> Iterator[grpc.Channel]:
     """A channel to the first router that is there and does not hang; within the block, gRPC errors
@@ -78,9 +96,7 @@ def connect(address: str, access: ClientAccess | None = None) -> Iterator[grpc.C
         ServiceError: nothing listens, or a call failed.
     """
     access = access or chosen_access()
-    targets = [target for target in address.split(",") if is_open(target)]
-    if not targets:
-        raise _nobody(address)
+    targets = open_targets(address)
     while True:
         target = targets.pop(0)
         with _channel(target, access) as channel:
@@ -126,7 +142,47 @@ def connect_client(address: str) -> Iterator[Client]:
     except ValueError as error:
         raise ServiceError(str(error)) from error
     with sentences(address), client:
+        _check_handshake(address.split(","), access)
         yield client
+
+
+def _check_handshake(targets: list[str], access: ClientAccess) -> None:
+    """Raises what a connection fails by where none comes about with any of them, such as without
+    TLS: the client takes that for an outage, and would wait for its end.
+    """
+    import grpc
+
+    with ExitStack() as channels:
+        bare = replace(access, token=None)  # health is open to all: nothing is shown for it
+        calls = [_ask_health(channels.enter_context(_channel(to, bare))) for to in targets]
+        deadline_s = time.monotonic() + GREETING_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            failed = [call.exception() for call in calls if call.done()]
+            if not all(error is not None and _is_no_connection(error) for error in failed):
+                return
+            if len(failed) == len(calls):
+                break
+            time.sleep(HANDSHAKE_POLL_S)
+        else:
+            return  # one hangs, which is the client's to see
+    open_now = [error for target, error in zip(targets, failed, strict=True) if is_open(target)]
+    if open_now and isinstance(open_now[0], grpc.RpcError):
+        raise open_now[0]
+
+
+def _ask_health(channel: grpc.Channel) -> Any:  # noqa: ANN401  # gRPC has no public name for it
+    check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+    return check.future(b"", timeout=GREETING_TIMEOUT_S)
+
+
+def _is_no_connection(error: BaseException) -> bool:
+    import grpc
+
+    return (
+        isinstance(error, grpc.RpcError)
+        and error.code() is grpc.StatusCode.UNAVAILABLE
+        and NO_CONNECTION in (error.details() or "")
+    )
 
 
 def _nobody(address: str) -> ServiceError:
@@ -147,15 +203,29 @@ def sentences(address: str) -> Iterator[None]:
         raise ServiceError(_sentence(error, address)) from error
 
 
+def reason_of(error: grpc.RpcError) -> str:
+    """The service's, for programs; empty where it has said none."""
+    from legato.cluster.client_errors import CallFailedError
+    from legato.cluster.retry_policy import failure_of
+
+    return error.reason if isinstance(error, CallFailedError) else failure_of(error).reason
+
+
 def _sentence(error: grpc.RpcError, address: str) -> str:
     import grpc
+
+    from legato.cluster.retry_policy import speaks_http1
 
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("the deadline of "):
         return details  # of the client's own, in a sentence
+    if reason_of(error) == Reason.SHUTTING_DOWN.name:  # and not only gone: it was ended
+        return f"the service at {address} was told to end: {details}"
     if code is grpc.StatusCode.UNAVAILABLE and not is_open(address):
         return f"the service at {address} is gone"
-    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect to all addresses" in details:
+    if speaks_http1(code, details):
+        return _web_server(address)
+    if code is grpc.StatusCode.UNAVAILABLE and NO_CONNECTION in details:
         tls = chosen_access().tls
         trouble = details.rpartition("last error: ")[2]
         return f"something listens at {address}, and no connection comes about ({trouble}); " + (
@@ -167,3 +237,24 @@ def _sentence(error: grpc.RpcError, address: str) -> str:
     if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
         return f"what listens at {address} is no Legato service"
     return f"{code.name}: {details}" if details else str(code.name)
+
+
+def _web_server(address: str) -> str:
+    """What to say where HTTP/1 is spoken; with the right port where it is a service of ours."""
+    import httpx2
+
+    tls = chosen_access().tls
+    for target in address.split(","):
+        scheme = "http" if tls is None else "https"
+        verify = True if tls is None else tls.ssl_context()
+        try:
+            with httpx2.Client(verify=verify, trust_env=False, timeout=GREETING_TIMEOUT_S) as web:
+                port = int(web.get(f"{scheme}://{target}/health").json()["grpc_port"])
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+            continue
+        host = target.rpartition(":")[0]
+        return (
+            f"{target} is the HTTP endpoint of a Legato service; this command speaks gRPC, which "
+            f"is at {host}:{port}: --address {host}:{port}"
+        )
+    return f"what listens at {address} is a web server and speaks no gRPC"

@@ -233,10 +233,7 @@ def check_utf8(name: str, text: str) -> None:
 
 
 def _as_dict(answer: Answer) -> dict[str, object]:
-    from google.protobuf.json_format import MessageToDict
+    from legato.cluster.cli.json_form import json_dict
 
     assert answer.finish is not None, "the client's stream ends with it"
-    finish = MessageToDict(
-        answer.finish, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return {"text": answer.text, "token_ids": answer.token_ids, **finish}
+    return {"text": answer.text, "token_ids": answer.token_ids, **json_dict(answer.finish)}

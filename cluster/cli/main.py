@@ -33,6 +33,9 @@ COMMANDS = {
     "stop": "stop",
     "config": "show_config",
     "doctor": "doctor",
+    "bench": "bench",
+    "profile": "profile",
+    "plan": "plan",
     "certs": "certs",
     "demo": "demo",
 }

@@ -15,6 +15,8 @@ from legato.cluster.errors import ServiceError
 from legato.cluster.pool import MAX_POOL_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from legato.cluster.control_plane import Role
 
 POLL_S = 0.2
@@ -28,6 +30,12 @@ def scale(
         float | None,
         typer.Option(min=0.1, help="Wait up to so many seconds until the pools are there."),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also where nothing is served then: a prefill or decode pool of 0."
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One JSON object: the targets, and whether all are there."),
@@ -38,7 +46,7 @@ def scale(
     """Set how many workers a pool has.
 
     Pools that are not named stay as they are. The running streams of workers that go move to
-    others, or end, first.
+    others, or end, first. What would leave no worker to serve is refused without --force.
 
     Examples:
 
@@ -48,12 +56,19 @@ def scale(
     """
     wanted = parse_targets(targets)
     with connect_client(choose_address(address, port)) as client:
+        if not force:
+            before = {role_name(pool.role): pool.target for pool in client.status().pools}
+            then = before | {str(role): size for role, size in wanted.items()}
+            if (missing := _missing(then)) and not _missing(before):
+                raise ServiceError(
+                    f"{missing}; to stop all requests so, say --force (`legato stop` ends the "
+                    "service)"
+                )
         sizes = client.scale(wanted)
         if not as_json:
             print("target: " + ", ".join(f"{role} {size}" for role, size in sizes.items()))
-        empty = [role for role, size in sizes.items() if not size and role != "colocated"]
-        if empty and not sizes.get("colocated"):
-            print(f"nothing is served with no {' and no '.join(empty)} worker", file=sys.stderr)
+        if missing := _missing(sizes):
+            print(missing, file=sys.stderr)
         deadline_s = time.monotonic() + (wait or 0)
         while wait is not None:
             pools = client.status().pools
@@ -71,6 +86,16 @@ def scale(
                 "messages": [pool.message for pool in pools if pool.message],
             }
             print(json.dumps(told, ensure_ascii=False))
+
+
+def _missing(sizes: Mapping[str, int]) -> str:
+    """Why pools of these sizes serve nothing; empty where they do."""
+    from legato.cluster.roles import PAIR
+
+    empty = [role for role in PAIR if not sizes.get(role)]
+    if not empty or sizes.get("colocated"):
+        return ""
+    return f"nothing is served with no {' and no '.join(empty)} worker"
 
 
 def parse_targets(words: list[str]) -> dict[Role, int]:

@@ -36,8 +36,9 @@ class SecurityFlags(BaseModel):
     worker_tls_key: Annotated[str | None, ReadFile()] = Field(None, description="Its key.")
     api_token_file: Annotated[str | None, ReadFile()] = Field(
         None,
-        description="Clients must show one of the tokens in this file, one a line. It is read anew "
-        "when it changes: add the new token, change the clients, take the old one out.",
+        description="Clients must show one of the tokens in this file, one a line, alone or as "
+        "`NAME ROLE: TOKEN`. It is read anew when it changes: add the new token, change the "
+        "clients, take the old one out.",
     )
     allow_plain_token: Annotated[bool, Switch()] = Field(
         False, description="Take tokens from other machines without TLS, all the same."

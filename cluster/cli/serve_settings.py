@@ -53,18 +53,23 @@ OTHER_VARIABLES = frozenset(
         "TOKEN_FILE",
         "AOT",
         "DEMO_MODEL",
+        "CLIENTS",
+        "DEPLOY",
         "FAULT_CASES",
         "FAULT_STREAMS",
         "FUZZ",
+        "FUZZ_HTTP_REQUESTS",
         "FUZZ_REQUESTS",
         "FUZZ_SEED",
         "KILLS",
         "LATE_ROWS_RUNS",
+        "MEMORY",
         "OVERLOAD",
         "POOL_CYCLES",
         "PROPERTY_EXAMPLES",
         "SIMULATION",
         "TOKENIZERS",
+        "VOCABULARIES",
         "URL",
     ]
 )
@@ -89,6 +94,10 @@ class ServeSettings(AutoscaleFlags, SecurityFlags, EngineFlags, ServiceFlags, Ba
     def to_config(self) -> ServiceConfig:
         """Raises SettingError where settings do not go together."""
         check_sizes(self.prefill, self.decode, self.colocated)
+        if self.await_nodes and self.ray_address is None:
+            raise SettingError(
+                "await_nodes", "is for a joined cluster: it needs --ray-address, which is not given"
+            )
         check_pools(
             (self.dtype, self.kv_cache),
             (self.decode_dtype, self.decode_kv_cache),

@@ -55,6 +55,11 @@ class ServiceFlags(BaseModel):
         description="Join a running Ray cluster: host:port, or `auto` for the one of this machine. "
         "Without it, a Ray of its own is started.",
     )
+    await_nodes: Annotated[int, Number(0, 100_000)] = Field(
+        Config.await_nodes,
+        description="In a joined cluster: first wait, within --start-timeout, until it has so many "
+        "nodes, the head's included.",
+    )
     local_prefill_tokens: Annotated[int, Number(0)] = Field(
         RouterOptions.local_prefill_tokens,
         description="Up to so many tokens of a prompt that a decode worker has no KV of, it "

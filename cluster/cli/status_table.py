@@ -126,11 +126,9 @@ def kv_blocks(load: common_pb2.WorkerLoad) -> dict[str, int]:
 
 def status_dict(answer: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
     """The answer's fields; of KV blocks what the table has, under the same names."""
-    from google.protobuf.json_format import MessageToDict
+    from legato.cluster.cli.json_form import json_dict
 
-    told: dict[str, Any] = MessageToDict(
-        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    told = json_dict(answer)
     for pool, shown_pool in zip(answer.pools, told["pools"], strict=True):
         for worker, shown in zip(pool.workers, shown_pool["workers"], strict=True):
             # These count what is free otherwise, and would stand beside the table's.

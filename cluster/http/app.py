@@ -66,10 +66,12 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while requests are served, else 503."""
+        """200 while requests are served, else 503; and for who takes this port for the other."""
+        ports = {"grpc_port": router.grpc_port}
         if router.ready:
-            return json_response({"status": "ok"})
-        return json_response({"status": "unavailable", "reason": router.missing()}, 503)
+            return json_response({"status": "ok", **ports})
+        reason = router.missing()
+        return json_response({"status": "unavailable", "reason": reason, **ports}, 503)
 
     @app.get("/v1/models")
     async def models() -> Response:

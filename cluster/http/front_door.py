@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from legato.cluster.caller import CALLER
 from legato.cluster.errors import ClientGoneError, RequestError
 from legato.cluster.http.error_response import error_response
 from legato.cluster.http.generation import internal_error
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    Authorize = Callable[[str | None], None]
+    from legato.cluster.caller import Caller
+
+    Authorize = Callable[[str | None], Caller]
 
 # For who has no credentials. The page tells nothing of the service: it asks for a token where the
 # routes that feed it want one.
@@ -48,7 +51,7 @@ class FrontDoor:
         try:
             if self._authorize is not None and scope["path"] not in OPEN_PATHS:
                 given = headers.get(b"authorization")
-                self._authorize(None if given is None else given.decode("latin-1"))
+                CALLER.set(self._authorize(None if given is None else given.decode("latin-1")))
             await self._app(scope, receive, answer)
         except ClientGoneError:
             return

@@ -35,7 +35,7 @@ _STATUSES = {
     404: "No such model.",
     409: "The request has been taken up by a newer call.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
+    415: "The body is not said to be JSON in UTF-8, or is compressed.",
     429: "The queue is full, or the deadline cannot be met; `Retry-After` tells when to ask again.",
     500: "A fault of ours, or a model whose logits are not finite.",
     503: "No worker, or the service ends.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,6 +29,9 @@ def _bytes_options() -> re2.Options:
 READ_TIMEOUT_S = 30.0  # for a body that comes in drops
 # Lists and objects: each costs memory, and the collector's time, long before it is looked at.
 MAX_CONTAINERS = 20_000
+_CHARSET = re.compile(r"charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
+_PLACE = re.compile(r"line (\d+) column (\d+)")
+_NO_NUMBER = re.compile(rb".?-?(NaN|Inf)")
 _STRING = re2.compile(rb'"(?:[^"\\]|\\.)*"', _bytes_options())
 
 
@@ -37,12 +42,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     Raises:
         RequestError: it is too large, too slow, or no JSON object.
     """
-    kind = request.headers.get("content-type", "")
-    # Pages of other origins may send anything else without asking first.
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise HttpError(
-            WRONG_MEDIA_TYPE, f"content-type is {shown(kind)}, limit 'application/json'"
-        )
+    _check_kind(request)
     length = request.headers.get("content-length", "")
     if length.isdigit():
         _check_size(int(length))
@@ -58,14 +58,81 @@ async def read_object(request: Request) -> dict[str, Any]:
             f"the request's body did not come within {READ_TIMEOUT_S:g} s",
         ) from None
     _check_containers(body)
+    value = _parsed(bytes(body))
+    if not isinstance(value, dict):
+        told = "null" if value is None else shown(value)
+        raise invalid(f"the request's body is {told}, limit a JSON object")
+    return value
+
+
+def _check_kind(request: Request) -> None:
+    kind = request.headers.get("content-type", "")
+    media_type, _, rest = kind.partition(";")
+    # Pages of other origins may send anything else without asking first.
+    if media_type.strip().lower() != "application/json":
+        raise HttpError(
+            WRONG_MEDIA_TYPE, f"content-type is {shown(kind)}, limit 'application/json'"
+        )
+    charset = _CHARSET.search(rest)
+    if charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise HttpError(WRONG_MEDIA_TYPE, f"content-type is {shown(kind)}, limit charset utf-8")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise HttpError(
+            WRONG_MEDIA_TYPE, f"content-encoding is {shown(encoding)}, limit 'identity'"
+        )
+
+
+def _parsed(body: bytes) -> object:
     try:
         # jiter: it ends at 200 levels, and takes neither NaN nor half a surrogate pair.
-        value = from_json(bytes(body), allow_inf_nan=False)
+        value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise invalid(f"the request's body is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise invalid(f"the request's body is {shown(value)}, limit a JSON object")
+        raise invalid(f"the request's body {_told(body, str(error))}") from error
+    try:
+        json.loads(body, object_pairs_hook=_without_doubles)  # of which jiter takes the last
+    except _DoubleKeyError as error:
+        raise invalid(f"the request's body has {error} twice in one object, limit once") from None
     return value
+
+
+class _DoubleKeyError(Exception):
+    """With the key, as it is shown."""
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> None:
+    keys = set()
+    for key, _ in pairs:
+        if key in keys:
+            raise _DoubleKeyError(shown(key))
+        keys.add(key)
+
+
+def _told(body: bytes, error: str) -> str:
+    """The parser's error, about `body`, in words that tell what to change."""
+    if not body.strip():
+        return "is empty, limit a JSON object"
+    if body.startswith(b"\xef\xbb\xbf"):
+        return "begins with a byte order mark, limit UTF-8 without one"
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        return f"is not UTF-8 at byte {wrong.start}, limit JSON in UTF-8"
+    what, _, where = error.partition(" at line ")
+    where = f"at line {where}"
+    if what == "recursion limit exceeded":
+        return f"nests too deep {where}, limit 200 levels"
+    if "hex escape" in what or "surrogate" in what:
+        return f"has half a surrogate pair, or a cut escape, {where}, limit whole characters"
+    if what == "number out of range":
+        return f"has a number of too many digits {where}, limit 4300"
+    if what in ("expected value", "invalid number"):
+        place = _PLACE.search(where)
+        line = body.split(b"\n")[int(place[1]) - 1] if place is not None else b""
+        begin = max(0, int(place[2]) - 2) if place is not None else 0
+        if _NO_NUMBER.match(line[begin : begin + 12]):
+            return f"has NaN or Infinity {where}, limit finite numbers"
+    return f"is no JSON {where}: {what}"
 
 
 def _check_containers(body: bytearray) -> None:

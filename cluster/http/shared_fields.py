@@ -108,6 +108,20 @@ LogitBias = Annotated[
 ]
 
 
+# By pydantic's kind of error, which has the name of the type.
+_LIMITS = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_parsing_size": "a whole number of 64 bits",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "none_required": "null: it is not served",
+}
+
+
 class RequestModel(BaseModel):
     """Types alone are checked here; ranges are `legato.cluster.request`'s."""
 
@@ -233,6 +247,19 @@ def _sentence(error: ErrorDetails) -> str:
     if kind == "value_error":  # of a check above, which goes on where the name ends
         sentence = str(error["ctx"]["error"])
         return path + sentence if sentence.startswith(("[", " ")) else f"{path} {sentence}"
-    if kind == "too_long":
-        return f"{path} has {len(value)} entries, limit {error['ctx']['max_length']}"
-    return f"{path} is {shown(value)}, limit {error['msg'].removeprefix('Input should be ')}"
+    if kind in ("too_long", "too_short"):
+        bound = error["ctx"].get("max_length", f"at least {error['ctx'].get('min_length')}")
+        return f"{path} has {len(value)} entries, limit {bound}"
+    return f"{path} is {shown(value)}, limit {_limit(error)}"
+
+
+def _limit(error: ErrorDetails) -> str:
+    """In our words; a test sends every field every kind of value, so that none is left out."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "less_than_equal":
+        return f"at most {context['le']}"
+    if kind == "greater_than_equal":
+        return f"at least {context['ge']}"
+    if kind == "literal_error":
+        return str(context["expected"])
+    return _LIMITS.get(kind, "what the field is described to take")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 FULL = os.environ.get("LEGATO_KILLS") == "full"
-NUM_STREAMS, NUM_PROMPTS = (1000, 250) if FULL else (150, 75)
+NUM_STREAMS, NUM_PROMPTS = (1000, 250) if FULL else (100, 50)
 MIN_KILLS, MOST_KILLS = (20, 60) if FULL else (4, 12)
 AT_ONCE = 24
 PERIOD_S = 3.0 if FULL else 1.5  # between two kills, on average

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 NUM_REQUESTS = 100
+NUM_TOLD = 60  # in one go, of whom the router must think that it can answer them in time
 AT_ONCE = 24
+MOST_STRIKES = 4  # of the decode worker, until one hits a stream
 # Answers in a worker's own phase when it is struck: prompts are there for moments only.
 BUSY = {"prefill": 1, "decode": 6}
 DEADLINES_S = (5.0, 6.0, 7.0, 8.0)  # where nobody comes back
@@ -70,18 +72,23 @@ async def test_the_only_worker_of_each_pool_dies_and_nobody_fails(
             )
             back_s = []
             for role in ("decode", "prefill"):
-                victim = await once_busy(rig, role)
-                strike = rig.strike(victim, signal.SIGKILL)
-                await rig.until_gone(victim.worker_id, 10)
-                assert not running.done(), "all was over before the kill"
-                await rig.until_ready(1, 1)
-                back_s.append(round(time.time() - strike.at_s, 2))
+                for _ in range(MOST_STRIKES):
+                    victim = await once_busy(rig, role)
+                    strike = rig.strike(victim, signal.SIGKILL)
+                    await rig.until_gone(victim.worker_id, 10)
+                    assert not running.done(), "all was over before the kill"
+                    await rig.until_ready(1, 1)
+                    back_s.append(round(time.time() - strike.at_s, 2))
+                    # Where this process was kept from its work, what it saw was over by then.
+                    if role != "decode" or hits_of(rig.lines(), rig.strikes)["decode/decode"]:
+                        break
             calls = await running
             wrong = check_all(before, {}, text.decode) + check_all(calls, references, text.decode)
             wrong += await rig.check_owners(calls)
             hits = hits_of(rig.lines(), rig.strikes)
     failed = sum(bool(call.error) for call in calls)
-    waited = [num_waiting(rig, strike) for strike in rig.strikes]
+    last = {strike.role: strike for strike in rig.strikes}
+    waited = [num_waiting(rig, strike) for strike in last.values()]
     counts = {
         "requests": len(calls),
         "failed": failed,
@@ -107,10 +114,10 @@ def num_waiting(rig: KillRig, strike: Strike) -> int:
 
 
 async def ask_all(rig: KillRig, name: str) -> list[tuple[float, CallHistory]]:
-    """100 requests at once, with deadlines that also a busy machine could meet: the router refuses
+    """Requests all at once, with deadlines that also a busy machine could meet: the router refuses
     at once what cannot be answered in time.
     """
-    requests = mixed(NUM_REQUESTS, seed=6, longest_prompt=40, longest_answer=120)
+    requests = mixed(NUM_TOLD, seed=6, longest_prompt=40, longest_answer=120)
 
     async def one(number: int) -> tuple[float, CallHistory]:
         deadline_s = DEADLINES_S[number % len(DEADLINES_S)]
@@ -118,7 +125,7 @@ async def ask_all(rig: KillRig, name: str) -> list[tuple[float, CallHistory]]:
         request.request_id = f"{name} {request.request_id}"
         return deadline_s, await record(rig.client, request, timeout_s=deadline_s)
 
-    return await asyncio.gather(*(one(number) for number in range(NUM_REQUESTS)))
+    return await asyncio.gather(*(one(number) for number in range(NUM_TOLD)))
 
 
 def check_told_in_time(ended: list[tuple[float, CallHistory]], role: str) -> dict[str, float]:
@@ -145,7 +152,7 @@ async def test_where_nobody_comes_back_each_is_told_just_before_its_deadline(
             hits = hits_of(rig.lines(), rig.strikes)
             assert hits["decode/decode"] > 0, f"the kill hit no stream: {hits}"
             check_told_in_time([pair for pair in ended if pair[1].error], "decode")
-            assert sum(bool(call.error) for _, call in ended) > 0.8 * NUM_REQUESTS
+            assert sum(bool(call.error) for _, call in ended) > 0.7 * NUM_TOLD
             (_, pool) = (await rig.client.status()).pools
             assert "1 lost and not replaced" in pool.message
             # An operator brings it back.

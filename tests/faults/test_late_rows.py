@@ -21,7 +21,7 @@ from legato.worker.handoff.frames import RowsFrame, RowsPrefix, header_checksum
 if TYPE_CHECKING:
     from legato.protos import worker_pb2
 
-RUNS = int(os.environ.get("LEGATO_LATE_ROWS_RUNS", "200"))
+RUNS = int(os.environ.get("LEGATO_LATE_ROWS_RUNS", "60"))
 CONFIG = fake_config(num_layers=4)
 MODEL = FakeModel(CONFIG)
 NUM_TOKENS = 16

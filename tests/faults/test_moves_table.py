@@ -22,6 +22,7 @@ from table_state import (
 )
 
 from legato.worker.commands import Park
+from legato.worker.handoff import link, transfer
 
 if TYPE_CHECKING:
     from client_stream import Stream
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 BOUND_S = 2.0  # as in the cancel table; no silence or lease of ours ends within it
 DEATH_BOUND_S = 12.0  # a lost worker, or a path, may take so long to be given up
+PATH_PATIENCE_S = 2.0  # shorter than the product's 5, in its proportion to the silence
 NUM_ROWS = len(PROMPT) + HELD_DECODE_STEP
 
 
@@ -121,11 +123,16 @@ async def test_everything_comes_back(stage: Stage, cause: str, lane: str) -> Non
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("victim", ["source", "target", "path"])
 @pytest.mark.parametrize("stage", Stage, ids=lambda stage: stage.value)
-async def test_a_loss_on_the_way_costs_no_token(stage: Stage, victim: str, lane: str) -> None:
+async def test_a_loss_on_the_way_costs_no_token(
+    stage: Stage, victim: str, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if victim == "target" and stage is Stage.ARRIVED:
         pytest.skip("nobody else would take it: see the unit tests")
-    if victim == "path" and stage not in GATES:
-        pytest.skip("nothing is on the path")
+    if victim == "path":
+        if stage not in GATES:
+            pytest.skip("nothing is on the path")
+        monkeypatch.setattr(link, "SILENCE_S", PATH_PATIENCE_S / 2)
+        monkeypatch.setattr(transfer, "PATIENCE_S", PATH_PATIENCE_S)
     async with TableScene(decodes=2, prefills=1, lane=lane) as scene:
         stream, source, target = await bring(scene, stage)
         scene.struck_at_s = time.monotonic()

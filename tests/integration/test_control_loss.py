@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 
-NUM_STREAMS = 50
+NUM_STREAMS = 50 if os.environ.get("LEGATO_FAULT_CASES") == "full" else 20
 NUM_TOKENS = 1200
 WAIT_S = 90.0
 SMALL = ("--kv-memory", "96MiB", "--threads", "1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -14,21 +16,20 @@ from tiny_models import make_llama_folder
 from legato.cluster.config import RouterOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.integration
 
 TOLERANCE = 1e-3
-CASES = [
-    ("the sky is", " blue because light scatters"),
-    ("small grey cats", " sleep"),
-    ("a", " quiet river near warm stones, and a wall"),
-    ("numbers 1 2 3 4 5 6 7 8 9 10 11 12 13", " 14"),
-    ("emoji at borders: ", "😀 naïve"),
-    ("x" * 300, "y" * 40),
-]
+TASK = Path(__file__).parents[1] / "data" / "lm_eval" / "endings.jsonl"
+PER_REQUEST = 16  # lm-eval's batch_size
+
+
+def task_cases() -> list[tuple[str, str]]:
+    """(context, continuation) of every choice of the task that the tests carry, as lm-eval asks."""
+    rows = [json.loads(line) for line in TASK.read_text().splitlines()]
+    cases = [(row["context"], choice) for row in rows for choice in row["choices"]]
+    return [*cases, ("x" * 300, "y" * 40)]
 
 
 def request_body(model: str, batch: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
@@ -75,35 +76,41 @@ def by_transformers(
 async def test_loglikelihoods_are_transformers(tmp_path: Path) -> None:
     folder = make_llama_folder(tmp_path / "tiny", max_position_embeddings=2048)
     oracle = load_oracle(folder)
-    batch = [(list(context.encode()), list(answer.encode())) for context, answer in CASES]
+    pairs = [(list(context.encode()), list(answer.encode())) for context, answer in task_cases()]
     # One of which the continuation is what the model itself would say.
     greedy_context = list(b"greedy from here")
     ids = list(greedy_context)
     for _ in range(5):
         with torch.no_grad():
             ids.append(int(oracle(torch.tensor([ids])).logits[0, -1].argmax()))
-    batch.append((greedy_context, ids[len(greedy_context) :]))
-    wanted = [by_transformers(oracle, *pair) for pair in batch]
-    assert [greedy for _, greedy in wanted][-1], "the test has a greedy case"
+    pairs.append((greedy_context, ids[len(greedy_context) :]))
+    wanted = [by_transformers(oracle, *pair) for pair in pairs]
+    assert wanted[-1][1], "the test has a greedy case"
     assert not all(greedy for _, greedy in wanted)
     options = RouterOptions(port=0, http_port=0, local_prefill_tokens=0)
     args = ("--dtype", "float32")
+    got: list[tuple[float, bool]] = []
     async with LocalService(folder, worker_args=args, options=options) as service:
         url = f"http://{service.router.http_address}"
         async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
-            whole = await http.post("/v1/completions", json=request_body(service.model.name, batch))
-            # Again, where the prefix cache has it all; and with no token generated.
-            again = await http.post(
-                "/v1/completions",
-                json=request_body(service.model.name, batch) | {"max_tokens": 0},
-            )
-    assert whole.status_code == again.status_code == 200, whole.text
-    got = parsed(whole.json(), [len(context) for context, _ in batch])
+            for begin in range(0, len(pairs), PER_REQUEST):
+                batch = pairs[begin : begin + PER_REQUEST]
+                body = request_body(service.model.name, batch)
+                whole = await http.post("/v1/completions", json=body)
+                # Again, where the prefix cache has it all; and with no token generated.
+                again = await http.post("/v1/completions", json=body | {"max_tokens": 0})
+                assert whole.status_code == again.status_code == 200, whole.text
+                got += parsed(whole.json(), [len(context) for context, _ in batch])
+                check_again(whole.json(), again.json())
     for (value, greedy), (right, right_greedy) in zip(got, wanted, strict=True):
         assert value == pytest.approx(right, abs=TOLERANCE)
         assert greedy == right_greedy
-    for first, second in zip(whole.json()["choices"], again.json()["choices"], strict=True):
-        logprobs = second["logprobs"]["token_logprobs"]
-        assert logprobs[1:] == pytest.approx(first["logprobs"]["token_logprobs"][1:-1], abs=1e-4)
+
+
+def check_again(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """The same logprobs where nothing is generated and all of the prompt is cached."""
+    for choice, bare in zip(first["choices"], second["choices"], strict=True):
+        logprobs = bare["logprobs"]["token_logprobs"]
+        assert logprobs[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:-1], abs=1e-4)
         assert logprobs[0] is None
-    assert again.json()["usage"]["completion_tokens"] == 0
+    assert second["usage"]["completion_tokens"] == 0

@@ -6,14 +6,13 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 import router_service
 from browser import COMMAND, MODIFIER_CTRL, Browser
 from fake_worker import FakeWorker
+from one_token import one_token
 from router_service import FakeAnswerText, FakeDelta, Service, ask, collect
 
-from legato.cluster.errors import RequestError
 from legato.cluster.http.server import HttpServer
 from legato.protos import cluster_pb2, common_pb2
 
@@ -190,12 +189,8 @@ async def test_an_answer_comes_with_its_way_and_each_tokens_time() -> None:
 
 
 async def test_where_a_token_is_wanted_the_page_asks_for_it() -> None:
-    def authorize(header: str | None) -> None:
-        if header != "Bearer good":
-            raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "no token")
-
     async with Service([FakeWorker("prefill")], [FakeWorker("decode")]) as service:
-        server = HttpServer(service.router, "127.0.0.1", 0, authorize=authorize)
+        server = HttpServer(service.router, "127.0.0.1", 0, authorize=one_token("good"))
         await server.start()
         try:
             async with Browser() as browser:

@@ -77,6 +77,13 @@ def test_answers_come_from_two_processes_over_grpc(served: Served) -> None:
         assert all(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_rays_parts_that_nobody_asks_are_not_there(served: Served) -> None:
+    words = [word for process in served.descendants for word in process.cmdline() if runs(process)]
+    started = {word.rpartition("/")[2] for word in words}
+    assert "raylet" in started
+    assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & started
+
+
 def test_the_commands_work_on_it(served: Served) -> None:
     at = ("--address", served.address)
     answer = legato("generate", "hi", "--max-tokens", "4", "--temperature", "0", *at)
@@ -260,7 +267,7 @@ def test_it_joins_a_running_cluster_and_leaves_it_running(model: Path, tmp_path:
     with ray_head(tmp_path) as ray_address:
         join = ("--model", str(model), "--ray-address", ray_address, *SMALL)
         # Two workers of one CPU each do not fit: said while waiting, and at the end.
-        small = legato("serve", "--port", "0", *join, "--start-timeout", "30", env=env)
+        small = legato("serve", "--port", "0", *join, "--start-timeout", "18", env=env)
         assert small.returncode == 1
         waiting = (
             "waiting for room: a decode worker needs CPU=1; the most free on one node is CPU=0"

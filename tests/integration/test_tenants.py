@@ -6,10 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import grpc
+import httpx2
 import pytest
 from local_service import LocalService, collect, request
 from tiny_models import make_llama_folder
 
+from legato.cluster.caller import Caller
+from legato.cluster.client import ClientAccess
 from legato.cluster.config import RouterOptions
 from legato.cluster.prompt_hashes import PromptHashes
 from legato.protos import generation_pb2_grpc
@@ -109,6 +112,48 @@ async def test_who_computes_prompts_beside_decoding_keeps_tenants_apart(
             assert cached(answer) == 0
             assert answer.done.timings.handoff_reused_tokens == 0
             assert answer.token_ids == first.token_ids
+        await service.wait_idle()
+
+
+async def test_a_token_has_its_tenants_blocks_whatever_salt_comes_with_it(
+    model: Path, tmp_path: Path
+) -> None:
+    file, tokens = tmp_path / "tokens", {t: f"token-of-tenant-{t}" for t in ("acme", "beta", "ops")}
+    file.write_text(
+        f"acme: {tokens['acme']}\nbeta client: {tokens['beta']}\nops admin: {tokens['ops']}\n"
+    )
+    options = RouterOptions(port=0, http_port=0, local_prefill_tokens=0, token_file=str(file))
+    access = ClientAccess(token=tokens["ops"])
+    async with (
+        LocalService(model, worker_args=ARGUMENTS, options=options, client=access) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+        httpx2.AsyncClient(base_url=f"http://{service.router.http_address}", timeout=60) as web,
+    ):
+        stub: generation_pb2_grpc.GenerationAsyncStub
+        stub = generation_pb2_grpc.GenerationStub(channel)
+
+        async def hits(tenant: str, salt: str = "") -> int:
+            message = request(PROMPT, max_tokens=3, ignore_eos=True)
+            message.cache_salt = salt
+            bearer = (("authorization", f"Bearer {tokens[tenant]}"),)
+            return cached(await collect(stub.Generate(message, timeout=60, metadata=bearer)))
+
+        async def http_hits(tenant: str, salt: str = "") -> int:
+            headers = {"authorization": f"Bearer {tokens[tenant]}"}
+            body = {"prompt": PROMPT, "max_tokens": 3, "cache_salt": salt}
+            answer = await web.post("/v1/completions", json=body, headers=headers)
+            found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        for salt in ("", "x"):
+            assert await hits("acme", salt) == 0
+            await until_known(service.router, Caller("acme", "client").salt(salt))
+            for ask_hits in (hits, http_hits):
+                assert await ask_hits("acme", salt) == LENGTH
+        for salt in ("", "x", "acme", "acme\x20", "acme/x"):
+            assert await hits("beta", salt) == 0, salt
+        assert await http_hits("ops") == 0
+        assert await http_hits("beta", "y") == 0
         await service.wait_idle()
 
 

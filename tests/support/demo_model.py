@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from quick_gguf import quick_gguf
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -42,12 +43,13 @@ def transformers_from_gguf(file: Path) -> LlamaForCausalLM:
     `from_pretrained(gguf_file=…)` asks for accelerate, though only to place layers on devices;
     its own reader underneath does not.
     """
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    with torch.device("meta"):
-        skeleton = LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=skeleton)[
-        "tensors"
-    ]
+    with quick_gguf():
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        with torch.device("meta"):
+            skeleton = LlamaForCausalLM(config)
+        tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=skeleton)[
+            "tensors"
+        ]
     if config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     skeleton.load_state_dict(tensors, strict=True, assign=True)

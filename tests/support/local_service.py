@@ -105,6 +105,9 @@ class StaticControl:
     async def drain_worker(self, worker_id: str) -> str:
         raise UnknownWorkerError("nothing here is drained by hand")
 
+    async def drain_node(self, node: str) -> list[str]:
+        raise UnknownWorkerError("nothing here is drained by hand")
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         return None
 

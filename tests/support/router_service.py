@@ -153,6 +153,12 @@ class FakeControl:
             raise self.refusal
         return f"{worker_id}-in-full"
 
+    async def drain_node(self, node: str) -> list[str]:
+        self.drained.append(node)
+        if self.refusal is not None:
+            raise self.refusal
+        return [f"decode-1-on-{node}"]
+
     async def shutdown(self, drain_timeout_s: float) -> None:
         self.shutdowns.append(drain_timeout_s)
 

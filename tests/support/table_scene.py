@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc
 from client_stream import Stream
 from link_proxy import LinkProxy
+from loop_lag import loop_lag
 from raw_client import RawClient
 from router_service import FakeControl, fake_router
 from table_state import (
@@ -359,20 +360,30 @@ class TableScene:
 
 
 async def side_by_side(cases: Iterable[T], run: Callable[[T], Awaitable[object]]) -> None:
-    """They wait most of the time. Whichever fails is named."""
+    """They wait most of the time. Whichever fails is named; what failed while this process was kept
+    from its work is tried once more, alone.
+    """
     turns = asyncio.Semaphore(MOST_AT_ONCE)
+    again: list[T] = []
 
     async def one(case: T) -> None:
         async with turns:
+            begun_s = time.monotonic()
             try:
                 await run(case)
             except BaseException as error:
                 error.add_note(str(case))
-                raise
+                if not isinstance(error, Exception) or not lag.was_late(begun_s):
+                    raise
+                print(f"{case}: tried once more, for the machine was too busy: {error!r}")
+                again.append(case)
 
-    async with asyncio.TaskGroup() as tasks:
-        for case in cases:
-            tasks.create_task(one(case))
+    async with loop_lag() as lag:
+        async with asyncio.TaskGroup() as tasks:
+            for case in cases:
+                tasks.create_task(one(case))
+        for case in again:
+            await run(case)
 
 
 def is_free(worker: Worker) -> bool:

@@ -122,6 +122,32 @@ async def told_services(channel: grpc.aio.Channel, metadata: Metadata) -> list[s
 # The routers.
 
 
+async def test_tokens_of_clients_change_nothing_of_the_service(folder: Path) -> None:
+    (folder / "roles").write_text(f"acme: {TOKEN}\nops admin: {OTHER}\n")
+    options = RouterOptions(port=0, token_file=str(folder / "roles"))
+    (folder / "model").mkdir(exist_ok=True)
+    async with (
+        TextService(folder / "model", options) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        denied = set()
+        for method in methods(PUBLIC):
+            code, said = await code_of(channel, method, bearer(TOKEN))
+            if code is DENIED:
+                denied.add(method.rpartition("/")[2])
+                assert "is for tokens of the role admin; this one is of acme, role client" in said
+            else:
+                assert code in LET_IN, (method, code)
+        # Of the Cluster service all but what only tells.
+        cluster = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
+        assert denied == {method.name for method in cluster.methods} - {"GetStatus"}
+        assert service.control.shutdowns == []
+        for method in methods(PUBLIC):
+            code, _ = await code_of(channel, method, bearer(OTHER))
+            assert code in LET_IN, (method, code)
+        assert len(service.control.shutdowns) == 1
+
+
 async def test_every_public_rpc_needs_a_token_and_only_health_does_not(folder: Path) -> None:
     async with guarded(folder) as (service, channel):
         served = await told_services(channel, bearer(TOKEN))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import grpc
 import pytest
 
+from legato.cluster.admit_gate import refused
 from legato.cluster.admit_policy import (
     AGED_SHARE,
     Applicant,
@@ -19,6 +21,7 @@ from legato.cluster.admit_policy import (
     give_up,
     pick_to_displace,
 )
+from legato.cluster.error_reasons import Reason
 from legato.cluster.policies import BATCH_AGEING_S
 
 LIMITS = QueueLimits(requests=10, tokens=10_000)
@@ -58,6 +61,7 @@ def test_the_queue_is_bounded_in_requests_and_tokens(
     assert (refusal is None) == (limit is None)
     if refusal is not None and limit is not None:
         assert limit in refusal.reason
+        assert refusal.retry_s is not None
         assert refusal.retry_s > 0
 
 
@@ -70,6 +74,23 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
     assert "2 s are left" in refusal.reason
     assert "about 3.2 s are needed, 2 s of them in the queue" in refusal.reason
     assert refusal.retry_s == pytest.approx(4.4)
+
+
+def test_a_deadline_too_short_for_what_is_asked_has_no_hint() -> None:
+    refusal = admit(replace(OWN, left_s=1.0), QueueSnapshot(), LIMITS, PACE)
+    assert refusal is not None
+    assert refusal.reason == (
+        "its deadline is too short for what is asked: 1 s are given, and about 1.2 s are needed, "
+        "with nobody waiting before it"
+    )
+    assert refusal.retry_s is None
+    error = refused(refusal)
+    assert (error.code, error.retry_after_ms) == (grpc.StatusCode.RESOURCE_EXHAUSTED, None)
+    assert error.reason is Reason.DEADLINE_TOO_SHORT
+    assert "try again" not in error.message
+    crowded = admit(replace(OWN, left_s=1.0), queue(2, 1000), LIMITS, PACE)
+    assert crowded is not None
+    assert crowded.retry_s is not None, "a full service's pace is no fact of tomorrow"
 
 
 def test_what_was_not_measured_refuses_nobody() -> None:

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from fake_worker import FakeWorker
 from http_service import CHAT, TEXT, asked, http_service
-from router_service import expected, text_of, until
+from router_service import Service, expected, text_of, until
 from served import COMMAND, environment
 
 from legato.cluster.batch import batch_endpoint
@@ -225,6 +225,17 @@ async def test_what_is_asked_again(
         assert result.status == status
 
 
+async def test_a_service_that_ends_is_not_waited_for() -> None:
+    one = BatchLine("a", TEXT, asked(3, prompt="hello"))
+    async with http_service() as ending, http_service() as staying:
+        await ending.service.router.drain(0.0)
+        async with BatchEndpoint([ending.url], 1, None, None) as endpoint:
+            with pytest.raises(ServiceError, match="is shutting down; when it is back the same"):
+                await asyncio.wait_for(endpoint.answer(one), 10)
+        async with BatchEndpoint([ending.url, staying.url], 1, None, None) as endpoint:
+            assert (await asyncio.wait_for(endpoint.answer(one), 10)).status == 200
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -308,6 +319,40 @@ async def command(*words: str, env: dict[str, str] | None = None) -> tuple[int, 
         out, _ = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode()
+
+
+async def test_the_command_asks_the_service_for_its_http_endpoint(tmp_path: Path) -> None:
+    requests = write(tmp_path / "in", [line("a"), line("b")])
+    to = ("-o", str(tmp_path / "o"), str(requests))
+    async with http_service() as service:
+        at = service.service.address
+        port = at.rpartition(":")[2]
+        ways = (
+            (("--port", port), {"LEGATO_URL": "http://127.0.0.1:9"}),
+            (("--address", at), {}),
+            ((), {"LEGATO_ADDRESS": at}),
+            (("--url", service.url), {"LEGATO_ADDRESS": "127.0.0.1:9"}),
+        )
+        for number, (words, env) in enumerate(ways):
+            output = tmp_path / str(number)
+            done = await command("batch", "-o", str(output), str(requests), *words, env=env)
+            assert done == (0, "2 of 2 lines done\n"), words
+            assert len(records(output)) == 2
+        code, said = await command("batch", *to, "--url", service.url, "--port", port)
+        assert (code, said.count("\n")) == (2, 1)
+        assert "is given beside --address or --port" in said
+        code, said = await command("batch", *to, "--url", f"http://{at}")
+        assert code == 1
+        assert "speaks no HTTP (illegal request line)" in said
+        assert f"say --address {at}" in said
+        web = service.url.removeprefix("http://")
+        code, said = await command("generate", "hello", "--raw", "--address", web)
+        assert code == 1
+        assert f"this command speaks gRPC, which is at {at}: --address {at}\n" in said
+    async with Service([], []) as without:
+        code, said = await command("batch", *to, "--address", without.address)
+        assert code == 1
+        assert "has no HTTP endpoint (--no-http), which a batch needs" in said
 
 
 async def test_killed_again_and_again_no_line_is_lost_or_doubled(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from checkpoints import read_all
 from demo_model import demo_model_path, transformers_from_gguf
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
+from quick_gguf import quick_gguf
 from tiny_gguf import pairs_from_halves, write_gguf
 from tiny_models import make_llama
 
@@ -42,7 +43,8 @@ def test_demo_model_equals_transformers_reading_of_it() -> None:
 
 def test_header_agrees_with_the_gguf_package_on_the_demo_model() -> None:
     header = GgufHeader.read(demo_model_path())
-    reader = GGUFReader(demo_model_path())
+    with quick_gguf():
+        reader = GGUFReader(demo_model_path())
     assert [(t.name, t.dtype, t.shape, t.start, t.num_bytes) for t in header.tensors] == [
         (t.name, t.tensor_type.name, tuple(t.shape.tolist()[::-1]), t.data_offset, t.n_bytes)
         for t in reader.tensors

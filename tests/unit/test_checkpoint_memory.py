@@ -25,7 +25,7 @@ PROGRAM = """
 import sys
 import torch
 import legato.worker.models.build
-from legato.bench.model_cost import ModelCost
+from legato.bench.loaded_cost import loaded_cost
 from legato.worker.config import WorkerConfig
 from legato.worker.loading import load_model
 
@@ -39,11 +39,12 @@ model, weights, dtype = sys.argv[1:]
 loaded = load_model(
     WorkerConfig(model=model, role="decode", device="cpu", dtype=dtype, weights=weights)
 )
-print(status("VmHWM") - before, ModelCost.of(loaded.model, 0).weight_bytes)
+print(status("VmHWM") - before, loaded_cost(loaded.model, 0).weight_bytes)
 """
 # Of weights held in a few bits, too small to hide it in a fifth: torch's and the kernels' code, the
 # tables of RoPE, the pieces at hand, and what is left of a chunk of huge pages.
 CONSTANT_BYTES = 24 << 20
+FULL = os.environ.get("LEGATO_MEMORY") == "full"  # else each way once
 
 
 VOCABULARY, HIDDEN = 8192, 512
@@ -97,7 +98,7 @@ def test_the_peak_is_at_most_a_fifth_above_the_weights(folder: Path, dtype: str)
     assert peak <= 1.2 * weights
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"] if FULL else ["float32"])
 def test_nor_is_it_when_gguf_blocks_become_floats(dtype: str) -> None:
     peak, weights = peak_and_weights(demo_model_path(), "auto", dtype)
     assert peak <= 1.2 * weights
@@ -108,13 +109,13 @@ def test_blocks_that_are_kept_take_little_more_than_themselves() -> None:
     assert peak <= 1.2 * weights + CONSTANT_BYTES
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("weights", ["int4", "int8"] if FULL else ["int4"])
 def test_quantising_at_load_takes_one_matrix_in_fp32_besides(folder: Path, weights: str) -> None:
     peak, weight_bytes = peak_and_weights(folder, weights, "bfloat16")
     assert peak <= weight_bytes + 4 * VOCABULARY * HIDDEN + CONSTANT_BYTES
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("weights", ["int4", "int8"] if FULL else ["int8"])
 def test_quantising_a_gguf_file_again_takes_no_more(weights: str) -> None:
     peak, weight_bytes = peak_and_weights(demo_model_path(), weights, "bfloat16")
     assert peak <= weight_bytes + 4 * 49152 * 576 + CONSTANT_BYTES  # its embedding in fp32

@@ -8,16 +8,20 @@ import json
 import socket
 import sys
 import threading
+import time
 from concurrent import futures
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, get_type_hints
 
 import grpc
 import pytest
 from serve_configs import note_configs
 
+from legato.cluster.cli import connection
 from legato.cluster.cli import main as cli
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
-from legato.cluster.cli.connection import connect
+from legato.cluster.cli.connection import AddressOption, PortOption, connect
+from legato.cluster.cli.json_form import json_dict
 from legato.cluster.cli.kv_capacity import kv_lines
 from legato.cluster.cli.memory_size import parse_fraction, parse_size
 from legato.cluster.cli.scale import parse_targets
@@ -27,6 +31,7 @@ from legato.cluster.cli.timing_table import timing_rows
 from legato.cluster.client import Finished, Tokens
 from legato.cluster.client_calls import scale_request
 from legato.cluster.config import EngineOptions
+from legato.cluster.dev_certs import make_certs
 from legato.cluster.errors import ServiceError
 from legato.cluster.heartbeat import dial_address
 from legato.cluster.router_ports import check_port
@@ -37,9 +42,11 @@ from legato.protos import (
     generation_pb2,
     generation_pb2_grpc,
 )
+from legato.protos.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 COLOCATED = common_pb2.WORKER_ROLE_COLOCATED
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -233,7 +240,7 @@ def test_generate_prints_several_answers_apart(
     captured = capsys.readouterr()
     answers = json.loads(captured.out)["answers"]
     assert [answer["text"] for answer in answers] == ["two wörds", "1two 1wörds"]
-    assert [int(answer["usage"]["seed"]) for answer in answers] == [7, 8]
+    assert [answer["usage"]["seed"] for answer in answers] == [7, 8]
     assert captured.err.count("forward passes") == 2
     assert "2 of 2" in captured.err
 
@@ -365,8 +372,9 @@ def test_of_several_routers_one_that_is_there_is_asked(
 
 
 def test_of_several_routers_one_that_hangs_is_left_out(
-    run: Runner, service: CannedService, capsys: Captured
+    run: Runner, service: CannedService, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "GREETING_TIMEOUT_S", 0.5)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # the kernel makes the connection, and nobody says anything
@@ -400,6 +408,28 @@ def test_another_grpc_server_is_named_as_such(run: Runner, capsys: Captured) -> 
     assert f"what listens at 127.0.0.1:{port} is no Legato service" in capsys.readouterr().err
 
 
+def test_who_asks_a_service_of_tls_without_it_is_told_so_at_once(
+    run: Runner, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certs(tmp_path)
+    tls = TlsFiles(str(tmp_path / "service.pem"), str(tmp_path / "service.key"))
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", tls.server_credentials())
+    server.start()
+    started_s = time.monotonic()
+    try:
+        for address in (f"127.0.0.1:{port}", f"127.0.0.1:1,127.0.0.1:{port}"):
+            assert run.bare("generate", "--raw", "hello", "--address", address) == 1
+            assert "it may want TLS (--tls-ca, or --tls)" in capsys.readouterr().err
+        assert time.monotonic() - started_s < 10  # no outage, whose end would be waited for
+        address = f"127.0.0.1:{port},127.0.0.1:{run.port}"
+        assert run.bare("generate", "--raw", "hello", "--address", address) == 0
+        monkeypatch.setenv("LEGATO_TOKEN", "a-token")
+        assert run.bare("generate", "--raw", "hello", "--address", address) == 0
+    finally:
+        server.stop(0).wait(5)
+
+
 def test_status_shows_pools_and_workers(
     run: Runner, service: CannedService, capsys: Captured
 ) -> None:
@@ -419,7 +449,7 @@ def test_status_shows_pools_and_workers(
     assert run("status", "--json") == 3
     told = capsys.readouterr().out
     load = json.loads(told)["pools"][1]["workers"][0]["load"]
-    assert (load["swapped"], load["preemptions_returned"]) == ("13", "15")
+    assert (load["swapped"], load["preemptions_returned"]) == (13, 15)
     worker = json.loads(told)["pools"][1]["workers"][0]
     assert worker["kv_blocks"] == {  # as the table has them
         "free": 440,
@@ -429,7 +459,7 @@ def test_status_shows_pools_and_workers(
         "promised": 90,
     }
     assert not {"free_blocks", "total_blocks"} & worker["load"].keys()
-    assert (load["swap_held_blocks"], load["prefix_blocks_hit"]) == ("16", "450")
+    assert (load["swap_held_blocks"], load["prefix_blocks_hit"]) == (16, 450)
 
 
 def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys: Captured) -> None:
@@ -437,8 +467,16 @@ def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys:
     assert service.targets == {PREFILL: 1, DECODE: 3}
     assert capsys.readouterr().out == "target: prefill 1, decode 3\n"
     service.ready = False
-    assert run("scale", "prefill=0") == 0
+    assert run("scale", "prefill=0") == 1
+    assert service.targets == {PREFILL: 1, DECODE: 3}
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("legato: nothing is served with no prefill worker; to stop all")
+    assert run("scale", "prefill=0", "decode=0") == 1
+    assert "no prefill and no decode worker" in capsys.readouterr().err
+    assert run("scale", "prefill=0", "--force") == 0
     assert "nothing is served with no prefill worker" in capsys.readouterr().err
+    assert run("scale", "decode=3") == 0, "nothing was served before either"
+    assert capsys.readouterr().err
     assert run("scale", "colocated=2") == 0
     assert service.targets == {PREFILL: 0, DECODE: 3, COLOCATED: 2}
     said = capsys.readouterr()
@@ -556,6 +594,41 @@ def test_check_port() -> None:
         check_port("no.such.host.invalid", 0)
     with pytest.raises(ServiceError, match=r"cannot listen on 192\.0\.2\.250"):
         check_port("192.0.2.250", 0)  # a documentation address: nobody's
+
+
+# They ask no service that runs.
+LOCAL = {"serve", "config", "doctor", "certs", "demo", "profile", "plan"}
+
+
+def test_every_command_that_asks_a_service_is_told_where_in_the_same_words() -> None:
+    for name, module in cli.COMMANDS.items():
+        command = getattr(import_module(f"legato.cluster.cli.{module}"), name)
+        hints = get_type_hints(command, include_extras=True)
+        asked = {word: hints.get(word) for word in ("address", "port")}
+        if name in LOCAL:
+            assert asked["address"] is None
+        else:
+            assert asked == {"address": AddressOption, "port": PortOption}, name
+
+
+def test_numbers_are_numbers_in_json() -> None:
+    told = json_dict(
+        generation_pb2.Finish(
+            usage=generation_pb2.Usage(prompt_tokens=3, seed=2**63 - 1),
+            timings=generation_pb2.Timings(ttft_s=float("inf"), kv_bytes_handed_over=5),
+        )
+    )
+    assert told["usage"]["seed"] == 2**63 - 1
+    assert told["timings"]["kv_bytes_handed_over"] == 5
+    assert told["timings"]["ttft_s"] is None
+    answer = cluster_pb2.GetStatusResponse(owner_pid=7)
+    answer.pools.add().workers.add().load.kv_bytes_sent = 9
+    told = json_dict(answer)
+    assert told["owner_pid"] == 7
+    assert told["pools"][0]["workers"][0]["load"]["kv_bytes_sent"] == 9
+    request = common_pb2.SamplingParams(logit_bias={3: float("-inf")}, seed=0)
+    assert json_dict(request)["logit_bias"] == {"3": None}
+    assert json_dict(request)["seed"] == 0
 
 
 def test_version_and_help(run: Runner, capsys: Captured) -> None:

@@ -89,6 +89,12 @@ class CannedCluster(cluster_pb2_grpc.ClusterServicer):
         self.drained.append(request.worker_id)
         return cluster_pb2.DrainWorkerResponse(worker_id=WORKER)
 
+    def DrainNode(  # noqa: N802  # gRPC's spelling
+        self, request: cluster_pb2.DrainNodeRequest, context: grpc.ServicerContext
+    ) -> cluster_pb2.DrainNodeResponse:
+        self.drained.append(request.node)
+        return cluster_pb2.DrainNodeResponse(worker_ids=[] if request.node == "empty" else [WORKER])
+
     def ScalePool(  # noqa: N802  # gRPC's spelling
         self, request: cluster_pb2.ScalePoolRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.ScalePoolResponse:
@@ -144,6 +150,36 @@ def test_drain_as_json_without_waiting_and_beyond_its_time(
     assert "not gone within 0.1 s: decode-01234567 drains: 3" in capsys.readouterr().err
     assert run(monkeypatch, cluster, "drain", "nobody") == 1
     assert "NOT_FOUND: no worker has an id" in capsys.readouterr().err
+
+
+def test_a_node_is_drained_until_its_workers_are_gone(
+    monkeypatch: pytest.MonkeyPatch, cluster: CannedCluster, capsys: Captured
+) -> None:
+    cluster.looks_until_gone = 2
+    assert run(monkeypatch, cluster, "drain", "--node", "10.0.0.7") == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(
+        r"node 10\.0\.0\.7 is without workers after 0\.\d s: decode-01234567\n", out
+    )
+    assert (cluster.drained, err) == (
+        ["10.0.0.7"],
+        "decode-01234567 drains: 3 sequences are left\n",
+    )
+    assert run(monkeypatch, cluster, "drain", "--node", "empty") == 0
+    assert capsys.readouterr().out == "node empty takes no workers any more; none is there\n"
+    assert run(monkeypatch, cluster, "drain", "--node", "here", "--no-wait", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"node": "here", "worker_ids": [WORKER], "gone": False}
+    cluster.looks_until_gone = 10**6
+    assert run(monkeypatch, cluster, "drain", "--node", "here", "--timeout", "0.1") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["decode-01", "--node", "here"]])
+def test_a_drain_wants_a_worker_or_a_node(
+    monkeypatch: pytest.MonkeyPatch, cluster: CannedCluster, capsys: Captured, words: list[str]
+) -> None:
+    assert run(monkeypatch, cluster, "drain", *words) == 2
+    assert "must be a worker's id or --node, one of the two" in capsys.readouterr().err
 
 
 def test_scale_as_json(

@@ -139,6 +139,44 @@ async def test_a_router_is_lost_and_no_stream_is(how: str) -> None:
         two.cables[0].cut()
 
 
+async def test_a_service_that_is_ended_on_purpose_ends_its_streams_at_once() -> None:
+    """Whether it has one router or two, and whoever asks: 60 s are for one that may come back."""
+    async with two_routers() as two:
+
+        def blocking(address: str) -> tuple[str, float]:
+            with Client(address) as client:
+                stream = client.stream("hello", max_tokens=1000, timeout_s=100)
+                next(stream)
+                begun.release()
+                with pytest.raises(CallFailedError, match="shutting down") as raised:
+                    stream.result()
+                return raised.value.reason, time.monotonic()
+
+        async def waiting(address: str) -> tuple[str, float]:
+            async with AsyncClient(address) as client:
+                stream = client.stream("hello", max_tokens=1000, timeout_s=100)
+                await anext(stream)
+                begun.release()
+                with pytest.raises(CallFailedError, match="shutting down") as raised:
+                    await stream.result()
+                return raised.value.reason, time.monotonic()
+
+        begun = threading.Semaphore(0)
+        addresses = [two.cables[0].address, two.address]
+        readers = [asyncio.create_task(waiting(address)) for address in addresses]
+        readers += [
+            asyncio.create_task(asyncio.to_thread(blocking, address)) for address in addresses
+        ]
+        for _ in readers:
+            await asyncio.to_thread(begun.acquire)
+        # As the owner does it: drained alike, and the port of an idle one is closed at once.
+        ended_at_s = time.monotonic()
+        await asyncio.gather(*(router.stop() for router in two.routers))
+        told = await asyncio.gather(*readers)
+        assert {reason for reason, _ in told} == {"SHUTTING_DOWN"}
+        assert max(at_s for _, at_s in told) - ended_at_s < 10
+
+
 async def test_the_only_router_is_lost_for_a_while() -> None:
     async with two_routers() as two, AsyncClient(two.cables[0].address) as client:
         strike: asyncio.Future[None] = asyncio.get_running_loop().create_future()

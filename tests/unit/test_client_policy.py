@@ -460,6 +460,60 @@ def test_a_message_ends_the_outage_and_the_round() -> None:
         tries.failed(gone)
 
 
+ENDS = Failure(UNAVAILABLE, "the service is shutting down", 1.0, reason="SHUTTING_DOWN")
+GONE = Failure(UNAVAILABLE, "gone")
+
+
+def test_a_service_that_ends_is_not_waited_for_where_no_other_router_is_known() -> None:
+    tries = attempts(Clock(), "a:1", timeout_s=1000.0)
+    tries.next()
+    tries.take(delta(1, 2, offset=0, start=True))
+    sentence = r"shutting down \(tokens until then: 2\), and no other router takes the request"
+    with pytest.raises(CallFailedError, match=sentence) as raised:
+        tries.failed(ENDS)
+    assert raised.value.reason == "SHUTTING_DOWN"
+
+
+def test_where_one_of_two_routers_says_that_its_service_ends_the_other_is_asked() -> None:
+    tries = attempts(Clock(), timeout_s=1000.0)
+    assert tries.next().target == "a:1"
+    assert tries.failed(ENDS) == 0
+    assert tries.next().target == "b:2"
+    tries.take(delta(1, offset=0, start=True))
+    assert tries.failed(GONE) == 0, "a message since: it may be back"
+    assert tries.next().target == "a:1"
+    assert tries.failed(ENDS) == 0.1
+    assert tries.next().target == "b:2", "not the one that ends"
+    with pytest.raises(CallFailedError, match="shutting down"):
+        tries.failed(ENDS)
+
+
+def test_the_other_router_of_a_service_that_ends_is_not_waited_for_long() -> None:
+    clock = Clock()
+    tries = attempts(clock, timeout_s=1000.0)
+    tries.next()
+    clock.now_s += 30  # an outage before counts nothing
+    tries.failed(GONE)
+    tries.next()
+    assert tries.failed(ENDS) == 0.1
+    clock.now_s += 1.7
+    assert tries.next().target == "a:1"
+    assert tries.failed(GONE) == 0
+    clock.now_s += 0.4
+    assert tries.next().target == "a:1"
+    with pytest.raises(CallFailedError, match="shutting down"):
+        tries.failed(GONE)
+
+
+def test_a_router_that_is_only_gone_is_waited_for() -> None:
+    clock = Clock()
+    tries = attempts(clock, "a:1", timeout_s=1000.0)
+    for _ in range(29):
+        tries.next()
+        assert tries.failed(GONE) > 0
+        clock.now_s += 2
+
+
 def test_a_deadline_that_is_none_is_refused() -> None:
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"timeout_s is {wrong}, limit above 0"):

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from legato.cluster import credentials
+from legato.cluster.caller import Caller
 from legato.cluster.credentials import LOG_PERIOD_S, LOOK_PERIOD_S, Credentials, read_tokens
 from legato.cluster.errors import RequestError
 
@@ -66,6 +67,51 @@ def test_a_file_that_is_absent_empty_or_huge_is_refused(tmp_path: Path) -> None:
         read_tokens(written(tmp_path / "many", *(f"token-number-{i:08}" for i in range(1025))))
     with pytest.raises(ValueError, match="more than"):
         read_tokens(written(tmp_path / "huge", "#" * (credentials.MAX_FILE_BYTES + 1)))
+
+
+def test_a_line_may_say_whose_a_token_is_and_what_for(tmp_path: Path) -> None:
+    lines = (
+        OLD,
+        f"acme: {NEW}",
+        "acme client:third-token-of-acme",
+        "ops  admin : fourth-token-000",
+    )
+    path = written(tmp_path / "t", *lines)
+    assert read_tokens(path) == [OLD, NEW, "third-token-of-acme", "fourth-token-000"]
+    tokens = Credentials(path)
+    callers = [tokens.check(f"Bearer {token}") for token in read_tokens(path)]
+    acme = Caller("acme", "client")
+    assert callers == [Caller("", "admin"), acme, acme, Caller("ops", "admin")]
+    assert "none of this service's" in refusal(tokens, f"Bearer acme: {NEW}")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (f"acme root: {NEW}", "line 2: a role is admin or client"),
+        (f"acme: {OLD}", "line 2: another line has this token, with another name or role"),
+        (f"a b c: {NEW}", "line 2: a token has 16 to"),
+        (f"{'x' * 65}: {NEW}", "line 2: a token has 16 to"),
+        ("acme:", "line 2: a token has 16 to"),
+    ],
+)
+def test_a_wrong_name_or_role_is_refused_and_not_shown(
+    tmp_path: Path, line: str, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence) as raised:
+        read_tokens(written(tmp_path / "t", OLD, line))
+    assert OLD not in str(raised.value)
+    assert NEW not in str(raised.value)
+
+
+def test_no_salt_is_that_of_another_tenant() -> None:
+    callers = [Caller(), Caller("a"), Caller("ab"), Caller("b")]
+    salts = ["", "a", "b", "ab", "b\x1f"]
+    made = [caller.salt(salt) for caller in callers for salt in salts]
+    assert len(set(made)) == len(made)
+    # What a request without a tenant may ask for is printable, and so never one of theirs.
+    assert all(salt.startswith("\x1f") for caller in callers[1:] for salt in [caller.salt("a")])
+    assert all(len(salt.encode()) <= 65 for salt in made)
 
 
 @pytest.mark.parametrize("header", [f"Bearer {OLD}", f"bearer {OLD}", f"BEARER  {OLD} "])

@@ -14,8 +14,8 @@ from legato.bench import limits as limits_bench
 from legato.bench.bare_engine import BareEngine
 from legato.bench.engine import fractions, worker_config
 from legato.bench.limits import Limits, Rate, best_of, measure_limits
-from legato.bench.model_cost import ModelCost
 from legato.bench.workload import WORKLOADS, RequestTimes, Workload, percentile, summarise
+from legato.plan.model_cost import ModelCost
 from legato.worker.config import WorkerConfig
 
 if TYPE_CHECKING:

@@ -37,6 +37,8 @@ REQUESTS = (
     common_pb2.SamplingParams,
     cluster_pb2.ScalePoolRequest,
     cluster_pb2.ChangeRoleRequest,
+    cluster_pb2.DrainWorkerRequest,
+    cluster_pb2.DrainNodeRequest,
     cluster_pb2.ShutdownRequest,
 )
 FIELDS = {name for message in REQUESTS for name in message.DESCRIPTOR.fields_by_name} | {"prompt"}

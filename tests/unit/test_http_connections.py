@@ -8,15 +8,14 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-import grpc
 import httpx2
 import pytest
 from fake_worker import FakeWorker
 from http_service import CHAT, TEXT, asked, http_service
+from one_token import one_token
 from router_service import FakeControl, Service, ask, collect, fake_router, until
 
 from legato.cluster.config import RouterOptions
-from legato.cluster.errors import RequestError
 from legato.cluster.http import server as http_server
 from legato.cluster.http.server import HttpServer
 
@@ -252,12 +251,8 @@ async def test_connections_that_never_ask_are_ended(monkeypatch: pytest.MonkeyPa
 
 
 async def test_only_health_is_open_to_who_shows_nothing() -> None:
-    def authorize(header: str | None) -> None:
-        if header != "Bearer right":
-            raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "a token is needed")
-
     async with http_service() as service:
-        server = HttpServer(service.service.router, "127.0.0.1", 0, authorize=authorize)
+        server = HttpServer(service.service.router, "127.0.0.1", 0, authorize=one_token("right"))
         await server.start()
         try:
             url = f"http://{server.address}"

@@ -25,7 +25,7 @@ USER = [{"role": "user", "content": "hello"}]
     [
         ({"foo": 1}, "foo", "foo is no field of this request"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
-        ({"temperature": "hot"}, "temperature", "temperature is 'hot', limit a valid number"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot', limit a number"),
         ({"temperature": True}, "temperature", "temperature is True"),
         ({"n": 1.5}, "n", "n is 1.5"),
         ({"n": 2**40}, "n", "n is 1099511627776"),

@@ -121,6 +121,7 @@ PUBLIC: dict[str, dict[str, Message]] = {
             worker_id="x" * MANY, role=common_pb2.WORKER_ROLE_DECODE
         ),
     },
+    "Cluster/DrainNode": {"node": cluster_pb2.DrainNodeRequest(node="x" * MANY)},
     "Cluster/DrainWorker": {"worker_id": cluster_pb2.DrainWorkerRequest(worker_id="x" * MANY)},
     "Cluster/Shutdown": {},
 }

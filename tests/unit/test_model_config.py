@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from legato.worker.models.config import ModelConfig, RopeConfig
 from legato.worker.models.gguf_rope import llama3_divisors
-from legato.worker.models.hf_config import declared_dtype, model_config
+from legato.worker.models.hf_config import model_config
+from legato.worker.models.hf_dtype import declared_dtype
 from legato.worker.models.rope import inverse_frequencies
 from legato.worker.weights.checkpoint import CheckpointError
 

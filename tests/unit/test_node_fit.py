@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from legato.cluster.node_fit import NodeView, holders, never_fits, too_many, waits_for
+from legato.cluster.node_fit import NodeView, find_node, holders, never_fits, too_many, waits_for
 from legato.cluster.resource_demand import parse_demand
+from legato.cluster.role_change import UnknownWorkerError
 
 
 def node(
@@ -95,3 +96,20 @@ def test_sums_over_one_machine() -> None:
     # Ray counts in ten-thousandths: three thirds are a whole.
     third = parse_demand("GPU=0.3333")
     assert too_many({"prefill": (1, third), "decode": (2, third)}, one) == ""
+
+
+NAMED = [
+    NodeView("a", "10.0.0.1:7001", {}, {}, {}, "one"),
+    NodeView("b", "10.0.0.2:7001", {}, {}, {}, "two"),
+    NodeView("c", "10.0.0.3:7001", {}, {}, {}, "two"),
+]
+
+
+def test_a_node_is_found_by_address_or_host_name() -> None:
+    assert [find_node(NAMED, name).node_id for name in ("10.0.0.3", "one")] == ["c", "a"]
+    with pytest.raises(ValueError, match=r"'two' names 2 nodes: 10\.0\.0\.2, 10\.0\.0\.3"):
+        find_node(NAMED, "two")
+    with pytest.raises(UnknownWorkerError, match=r"host name '10\.0\.0'; there are 10\.0\.0\.1, "):
+        find_node(NAMED, "10.0.0")
+    with pytest.raises(ValueError, match="node is empty"):
+        find_node(NAMED, "")

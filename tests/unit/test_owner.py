@@ -14,7 +14,9 @@ import pytest
 
 from legato.cluster.config import RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
+from legato.cluster.node_fit import NodeView
 from legato.cluster.owner import DRAIN_S, Owner
+from legato.cluster.placement import ClusterFacts
 from legato.cluster.router_ports import router_ports
 from legato.cluster.stop_signal import StopSignal
 
@@ -276,3 +278,30 @@ run_service(ServiceConfig(model="m"), lambda one, address, progress: one.wait())
         "legato: the router ended: killed; ending the service; "
         "ending Ray did not succeed within 0.2 s\n"
     )
+
+
+class JoiningNodes:
+    """One more node at each look."""
+
+    def __init__(self) -> None:
+        self.nodes = [NodeView(str(i), f"10.0.0.{i}:1", {}, {}, {}) for i in range(9)]
+        self.num_seen = 1
+
+    def facts_now(self) -> ClusterFacts:
+        self.num_seen += 1
+        return ClusterFacts(joined=True, nodes=tuple(self.nodes[: self.num_seen]), num_cores=1)
+
+
+@pytest.mark.parametrize(("wanted", "seen"), [(0, 1), (1, 1), (4, 4)])
+def test_the_start_awaits_the_nodes_that_it_was_told_of(
+    wanted: int, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legato.cluster.owner.NODES_POLL_S", 0.0)
+    owner = Owner(ServiceConfig(model="m", await_nodes=wanted), Quiet(), StopSignal())
+    ray: Any = JoiningNodes()
+    first = ClusterFacts(joined=True, nodes=tuple(ray.nodes[:1]), num_cores=1)
+    facts = owner._await_nodes(ray, first, time.monotonic() + 10)
+    assert len(facts.nodes) == seen
+    late = Owner(ServiceConfig(model="m", await_nodes=12), Quiet(), StopSignal())
+    with pytest.raises(ServiceError, match=r"1 of 12 nodes have joined .* within 120 s; start"):
+        late._await_nodes(ray, first, time.monotonic() - 1)

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("bench", "cluster", "kernels", "protos", "text", "worker")
+PARTS = ("bench", "cluster", "kernels", "plan", "protos", "text", "worker")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 from fake_worker import FakeWorker
+from one_token import one_token
 from router_service import Service, ask, collect, until
 
-from legato.cluster.errors import RequestError
 from legato.cluster.http.server import HttpServer
 from legato.cluster.metrics import history
 from legato.cluster.metrics.history import quantile
@@ -261,14 +261,8 @@ async def test_metrics_are_served_in_the_format_that_is_asked_for() -> None:
 
 
 async def test_without_credentials_only_the_empty_page_is_shown() -> None:
-    def authorize(header: str | None) -> None:
-        if header != "Bearer good":
-            import grpc
-
-            raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "no token")
-
     async with Service([FakeWorker("prefill")], [FakeWorker("decode")]) as service:
-        server = HttpServer(service.router, "127.0.0.1", 0, authorize=authorize)
+        server = HttpServer(service.router, "127.0.0.1", 0, authorize=one_token("good"))
         await server.start()
         try:
             url = f"http://{server.address}"

@@ -21,13 +21,13 @@ def plain() -> tuple[TerminalProgress, Console, io.StringIO]:
     return TerminalProgress(console), console, file
 
 
-def test_without_a_terminal_a_download_is_a_line_for_every_tenth() -> None:
+def test_without_a_terminal_a_download_is_a_line_for_every_quarter() -> None:
     progress, console, file = plain()
     for done in range(0, 2001, 7):
         progress.amount("downloading m", done, 2000)
     progress.amount("downloading m", 2000, 2000)
     lines = lines_of(console, file)
-    assert lines == [f"downloading m: {10 * tenth} % of 2 KB" for tenth in range(11)]
+    assert lines == [f"downloading m: {25 * part} % of 2 KB" for part in range(5)]
 
 
 def test_without_a_terminal_weights_are_told_in_words() -> None:
@@ -35,6 +35,19 @@ def test_without_a_terminal_weights_are_told_in_words() -> None:
     for text in ("decode: starting; weights 40 %", "decode: starting; weights 40 %"):
         progress.state(text)
     assert lines_of(console, file) == ["decode: starting; weights 40 %"]
+
+
+def test_without_a_terminal_weights_are_told_now_and_then() -> None:
+    file = io.StringIO()
+    moment = iter(range(1000)).__next__  # each look at the clock is a second later
+    progress = TerminalProgress(Console(file=file, width=120), now=moment)
+    for percent in range(0, 101, 2):
+        progress.state(f"decode: 0 of 1 ready; weights {percent} %")
+    progress.state("decode: 1 of 1 ready")
+    lines = [line.partition("] ")[2] for line in file.getvalue().splitlines()]
+    assert lines[0] == "decode: 0 of 1 ready; weights 0 %"
+    assert lines[-1] == "decode: 1 of 1 ready"
+    assert 3 <= len(lines) <= 9, lines
 
 
 def test_on_a_terminal_both_are_bars() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import resource
 import signal
@@ -14,6 +15,8 @@ from owners import check_owners
 from router_service import Service, ask, collect, collect_all, until
 
 from legato.cluster.request_log import RequestLog
+from legato.cluster.worker_view import ViewState
+from legato.protos import common_pb2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +135,32 @@ async def test_a_life_with_a_loss_is_told_in_its_order(tmp_path: Path) -> None:
     states = [line["state"] for line in told if line.get("worker") == victim.worker_id]
     assert states[:2] == ["ready", "lost"]
     assert [line["at_s"] for line in told] == sorted(line["at_s"] for line in told)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_worker_that_goes_as_asked_is_not_called_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, busy: bool
+) -> None:
+    path = tmp_path / "log"
+    decodes = [FakeWorker("decode", step_s=0.01) for _ in range(2)]
+    with caplog.at_level(logging.INFO, "legato.cluster.pool_view"):
+        async with Service([FakeWorker("prefill")], decodes, request_log=str(path)) as service:
+            reading = asyncio.create_task(collect(service, ask("hello", 60)))
+            await until(lambda: any(worker.num_tokens_sent > 4 for worker in decodes))
+            victim = next(w for w in decodes if bool(w.num_tokens_sent) is busy)
+            victim.faults.hold_parking = True
+            victim.phase = common_pb2.WORKER_PHASE_DRAINING
+            view = service.router.pool.view(victim.worker_id)
+            assert view is not None
+            await until(view.departing.is_set)
+            await victim.die()
+            await until(lambda: view.state is not ViewState.READY)
+            await reading
+            told = lines(path)
+    states = [line["state"] for line in told if line.get("worker") == victim.worker_id]
+    assert states[:3] == ["ready", "draining", "lost" if busy else "left"]
+    [said] = [r for r in caplog.records if "left as asked" in r.message or " lost: " in r.message]
+    assert said.levelno == (logging.WARNING if busy else logging.INFO)
 
 
 async def test_how_it_ended_is_told(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ async def test_an_id_whose_older_call_does_not_end_is_refused_in_time(
         async def stubborn() -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(60) as bound:
-                    owner = owners["r"] = Ownership("r", bound, owners)
+                    owner = owners["", "r"] = Ownership(("", "r"), bound, owners)
                     try:
                         await asyncio.sleep(60)
                     finally:

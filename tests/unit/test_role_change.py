@@ -108,6 +108,27 @@ def test_one_that_is_drained_by_hand_is_replaced_at_once() -> None:
     assert w.launcher.take() == ["kill prefill-1"]
 
 
+def test_all_workers_of_a_node_go_in_whatever_state_they_are() -> None:
+    w = world(prefill=2, decode=2)
+    w.controller.change_role("id-decode-2", "prefill", 1.5)
+    w.controller.set_targets({"prefill": 4}, 1.6)  # prefill-3 starts; decode-2 is on its way
+    assert w.launcher.take() == ["retire decode-2", "start prefill-3"]
+    gone = w.controller.drain_workers(["prefill-1", "prefill-3", "decode-2", "nobody"], 2.0)
+    assert gone == ["id-prefill-1", "prefill-3", "id-decode-2"]
+    assert sorted(w.launcher.take()) == sorted(
+        [
+            "drain prefill-1",
+            "kill prefill-3",
+            "start prefill-4",
+            "start prefill-5",
+            "start prefill-6",
+        ]
+    )
+    w.controller.on_drained("decode-2", 3.0)  # and does not go on there
+    assert w.launcher.take() == ["kill decode-2"]
+    assert status(w, PREFILL).target == 4
+
+
 def refuse(w: World, kind: type[ValueError], sentence: str, worker: str, role: str) -> None:
     before = sizes(w), w.ids()
     with pytest.raises(kind, match=sentence) as raised:

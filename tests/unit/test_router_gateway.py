@@ -203,6 +203,17 @@ async def test_a_drain_reaches_the_controller(refusal: ValueError, code: grpc.St
         assert (raised.value.code(), raised.value.details()) == (code, str(refusal))
 
 
+async def test_a_nodes_drain_reaches_the_controller() -> None:
+    async with Service(*pair()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        request = cluster_pb2.DrainNodeRequest(node="10.0.0.7")
+        assert (await stub.DrainNode(request)).worker_ids == ["decode-1-on-10.0.0.7"]
+        service.control.refusal = RoleChangeRefusedError("the service was started there")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.DrainNode(request)
+        assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
 async def test_the_blocking_client_does_the_same() -> None:
     async with Service(*pair()) as service:
 

@@ -97,9 +97,14 @@ async def test_each_of_several_answers_moves_by_itself() -> None:
         await service.settle()
 
 
-@pytest.mark.parametrize("length", range(2, 12))
-async def test_a_stop_string_that_begins_on_one_worker_ends_on_the_other(length: int) -> None:
+async def test_a_stop_string_that_begins_on_one_worker_ends_on_the_other() -> None:
     """The worker knows nothing of it; what is held back of it is the router's."""
+    async with asyncio.TaskGroup() as tasks:  # they mostly wait
+        for length in range(2, 12):
+            tasks.create_task(check_stop_string(length), name=f"length {length}")
+
+
+async def check_stop_string(length: int) -> None:
     pair = decodes(2)
     async with Service([FakeWorker("prefill")], pair) as service:
         whole = await collect(service, ask("hello", NUM_TOKENS))
@@ -111,14 +116,19 @@ async def test_a_stop_string_that_begins_on_one_worker_ends_on_the_other(length:
         [source] = [worker for worker in pair if worker.open_calls]
         await drain(service, source, "scale-in")
         result = await reading
-        assert result.text == whole.text[:where]
+        assert result.text == whole.text[:where], length
         assert result.finish.stop_reason == stop
         assert result.finish.timings.moves <= 1
         await service.settle()
 
 
-@pytest.mark.parametrize("moment", range(2, 30, 3))
-async def test_at_any_moment(moment: int) -> None:
+async def test_at_any_moment() -> None:
+    async with asyncio.TaskGroup() as tasks:  # they mostly wait
+        for moment in range(2, 30, 3):
+            tasks.create_task(check_moment(moment), name=f"moment {moment}")
+
+
+async def check_moment(moment: int) -> None:
     pair = decodes(2, step_s=0.004)
     async with Service([FakeWorker("prefill", handoff_s=0.01)], pair) as service:
         reading = asyncio.create_task(collect(service, ask("hello", NUM_TOKENS)))

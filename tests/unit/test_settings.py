@@ -162,6 +162,7 @@ decode_resources:
         ("model: m\n---\nmodel: n", "--config: legato.yaml:2: is no YAML: expected a single"),
         ("model: \x00", "--config: legato.yaml: is no YAML: "),
         ("decode: 0\nmodel: m", "decode (legato.yaml:1): 0 serves nothing, whatever --prefill is"),
+        ("model: m\nawait_nodes: 3", "await_nodes (legato.yaml:2): is for a joined cluster"),
         ("model: m\nttft_slo: 1s", "ttft_slo (legato.yaml:2): does nothing without --autoscale"),
         ("port: 1", "--model: is not given, nor is LEGATO_MODEL or `model:` in a --config file"),
     ],

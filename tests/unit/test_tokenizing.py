@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from text_folders import KINDS, write_folder
+from text_service import TextService
 
 from legato.cluster import tokenizing
+from legato.cluster.client import AsyncClient, Client
 from legato.cluster.errors import RequestError
 from legato.cluster.model_limits import ModelLimits
 from legato.cluster.request import parse_request
@@ -115,3 +118,28 @@ def test_a_field_of_a_newer_client_is_not_ignored(tmp_path: Path) -> None:
         tokenize(newer, model, LIMITS)
     assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
     assert error.value.reason.name == "UNKNOWN_FIELD"
+
+
+async def test_clients_ask_for_both(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    async with TextService(tmp_path) as service:
+
+        def blocking() -> tuple[list[int], list[str], str, list[int]]:
+            with Client(service.address) as client:
+                told = client.tokenize("hé", add_bos=False)
+                ids = list(told.token_ids)
+                of_chat = list(client.tokenize(chat).token_ids)
+                return ids, list(told.tokens), client.detokenize(ids), of_chat
+
+        async with AsyncClient(service.address) as client:
+            told = await client.tokenize("hé", add_bos=False)
+            ids = list(told.token_ids)
+            assert await client.detokenize(ids) == "hé"
+            of_chat = list((await client.tokenize(chat)).token_ids)
+            with pytest.raises(grpc.RpcError, match="text is empty"):
+                await client.tokenize("")
+            with pytest.raises(TypeError, match="neither text nor a chat"):
+                await client.tokenize([1, 2])  # type: ignore[list-item]  # that is the test
+        both = await asyncio.to_thread(blocking)
+        assert both == (ids, list(told.tokens), "hé", of_chat)
+        assert len(of_chat) > len(ids) > 1

@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from legato.worker.models.config_fields import ConfigFields, require_causal
 from legato.worker.models.hf_gemma3_config import gemma3_config, gemma3_multimodal_config
 from legato.worker.models.hf_gpt2_config import gpt2_config
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 # Far above any model's config or index; what is larger could take gigabytes once parsed.
 MAX_JSON_BYTES = 16 << 20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -97,21 +94,6 @@ def model_config(values: dict[str, object], where: str) -> ModelConfig:
         raise
     except ValueError as error:  # ModelConfig's own checks do not know the file
         raise CheckpointError(f"{where}: {error}") from error
-
-
-def declared_dtype(values: dict[str, object], where: str) -> torch.dtype | None:
-    """The dtype that config.json says the weights are in (`dtype`, once `torch_dtype`)."""
-    fields = ConfigFields(values, where)
-    for name in ("dtype", "torch_dtype"):
-        if fields.get(name) is None:
-            continue
-        dtype = DTYPES.get(fields.text(name).removeprefix("torch."))
-        if dtype is None:
-            raise fields.error(
-                name, f"is {quoted(fields.text(name))}; supported are {', '.join(DTYPES)}"
-            )
-        return dtype
-    return None
 
 
 def _architecture(fields: ConfigFields) -> str:

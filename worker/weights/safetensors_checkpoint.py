@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from legato.worker.models.hf_config import declared_dtype, model_config, read_json_object
+from legato.worker.models.hf_config import model_config, read_json_object
+from legato.worker.models.hf_dtype import declared_dtype
 from legato.worker.weights.checkpoint import CheckpointError
 from legato.worker.weights.convert import convert, convert_rows
 from legato.worker.weights.fingerprint import fingerprint

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from legato.worker.forward import Model
     from legato.worker.models.config import ModelConfig
 
 # Gate, up and down; GPT-2 has no gate.
@@ -30,13 +26,12 @@ class ModelCost:
     layer_windows: tuple[int | None, ...] = (None,)  # of each layer; None: it sees everything
 
     @classmethod
-    def of(cls, model: Model, kv_bytes_per_token: int) -> ModelCost:
-        """Counts what `model` holds."""
-        config = model.config
+    def of(cls, config: ModelConfig, weight_bytes: int, kv_bytes_per_token: int) -> ModelCost:
+        """Of a model of this shape."""
         return cls(
-            weight_bytes=sum(t.numel() * t.element_size() for t in _tensors(model)),
+            weight_bytes=weight_bytes,
             kv_bytes_per_token=kv_bytes_per_token,
-            layer_weights=config.num_layers * _layer_weights(config),
+            layer_weights=config.num_layers * layer_weights(config),
             head_weights=config.hidden_size * config.vocab_size,
             attention_width=config.num_layers * config.num_heads * config.head_dim,
             layer_windows=tuple(config.window(layer) for layer in range(config.num_layers)),
@@ -53,6 +48,11 @@ class ModelCost:
             for length in context_lens
         )
         return self.weight_bytes + rows * self.kv_bytes_per_token // len(self.layer_windows)
+
+    def decode_ops(self, num_sequences: int, rows: int) -> int:
+        """Multiplications and additions of one decode step, with `rows` of KV in all."""
+        weights = 2 * (self.layer_weights + self.head_weights) * num_sequences
+        return weights + 4 * self.attention_width * rows
 
     def prefill_ops(self, start: int, end: int, num_logit_rows: int = 1) -> int:
         """Multiplications and additions for the tokens `start : end` of one sequence.
@@ -73,34 +73,8 @@ def _attended(start: int, end: int, window: int | None) -> int:
     return (start + 1 + full) * (full - start) // 2 + (window or 0) * (end - full)
 
 
-def _layer_weights(config: ModelConfig) -> int:
+def layer_weights(config: ModelConfig) -> int:
+    """Elements of one layer's matrices."""
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     mlp = _MLP_MATRICES.get(config.architecture, 3) * config.intermediate_size
     return config.hidden_size * (heads + mlp)
-
-
-def _tensors(root: object) -> Iterator[torch.Tensor]:
-    """Every tensor below `root` once, but for those in fields whose name says embedding.
-
-    A tied head that is the embedding's own tensor is found under its other name.
-    """
-    seen: set[int] = set()
-    stack: list[object] = [root]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            stack += item
-        elif isinstance(item, dict):
-            stack += [value for key, value in item.items() if "embedding" not in str(key)]
-        elif dataclasses.is_dataclass(item) or type(item).__module__.startswith("legato."):
-            stack += [value for name, value in _fields(item) if "embedding" not in name]
-
-
-def _fields(item: object) -> list[tuple[str, object]]:
-    names = {*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())}
-    return [(name, getattr(item, name)) for name in sorted(names) if hasattr(item, name)]
