@@ -163,7 +163,7 @@ def test_pods_come_serve_and_go(tmp_path: Path) -> None:
         refuses_the_services_own_node(pods)
         wait_probe(api)
         assert decode_hosts(pods) == ["127.0.0.4"]
-        assert int(pods.status()["router"]["failed"]) == 0
+        assert pods.status()["router"]["failed"] == 0
 
         ended = pods.pre_stop("head", "headgroup", "127.0.0.1")
         assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended.stderr
