@@ -14,6 +14,7 @@ from legato.cluster.cluster_service import ClusterService
 from legato.cluster.door import Door
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import ClientGoneError, unavailable
+from legato.cluster.open_files import PORT_SHARE, share_of_open_files
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from legato.protos.malformed import RefuseMalformed
 
@@ -150,7 +151,9 @@ class Gateway:
         interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
         if self._router.credentials is not None:
             interceptors.insert(0, Door(self._router.credentials))
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        # Those beyond are closed at once, so that files are left for all else.
+        most = ("grpc.max_allowed_incoming_connections", share_of_open_files(PORT_SHARE))
+        server = grpc.aio.server(options=(*SERVER_OPTIONS, most), interceptors=interceptors)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationService(self._router), server
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from legato.cluster.open_files import share_of_open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,12 +16,19 @@ if TYPE_CHECKING:
 HEAD_TIMEOUT_S = 10.0
 # Of the files that this process may open; each connection is one, and so are those of gRPC.
 IDLE_SHARE = 0.25
+# Each look at all of them takes time, which a flood of new ones must not multiply.
+ROOM_PERIOD_S = 0.05
 
 
 def most_idle() -> int:
     """How many may be open and idle."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return int(IDLE_SHARE * soft)
+    return share_of_open_files(IDLE_SHARE)
+
+
+class _Idle(NamedTuple):
+    since_s: float  # when it was first seen so
+    silent: bool
+    cycle: object  # of the request before; another one means that it has been served meanwhile
 
 
 class IdleConnections:
@@ -29,27 +37,54 @@ class IdleConnections:
     def __init__(self, most: int, now: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._now = now
-        self._since: dict[Protocols, tuple[float, bool]] = {}  # when it was first seen so, silent
+        self._idle: dict[Protocols, _Idle] = {}
+        self._next_room_s = 0.0
+
+    def opened(self, connection: Protocols) -> None:
+        """It is idle from now on, and not from when somebody looks."""
+        self._idle[connection] = _Idle(self._now(), _is_silent(connection), _cycle(connection))
 
     def to_end(self, connections: set[Protocols]) -> list[Protocols]:
         """Those without a request's head for too long, and the longest idle ones beyond the bound:
         a client that connects again is served, one that finds no place is not.
         """
+        oldest = self._look(connections)
         now_s = self._now()
-        before, self._since = self._since, {}
-        for connection in filter(_is_idle, connections):
-            silent = _is_silent(connection)
-            since_s, was_silent = before.get(connection, (now_s, silent))
-            self._since[connection] = (since_s if silent == was_silent else now_s), silent
-        oldest = sorted(self._since, key=lambda connection: self._since[connection][0])
         ended = oldest[: max(0, len(oldest) - self._most)]
         for connection in oldest[len(ended) :]:
-            since_s, silent = self._since[connection]
-            if silent and now_s - since_s >= HEAD_TIMEOUT_S:
+            idle = self._idle[connection]
+            if idle.silent and now_s - idle.since_s >= HEAD_TIMEOUT_S:
                 ended.append(connection)
+        return self._forget(ended)
+
+    def for_room(self, connections: set[Protocols]) -> list[Protocols]:
+        """The longer idle half, to make room for a new one; none where that was done just now."""
+        now_s = self._now()
+        if now_s < self._next_room_s:
+            return []
+        self._next_room_s = now_s + ROOM_PERIOD_S
+        oldest = self._look(connections)
+        return self._forget(oldest[: (len(oldest) + 1) // 2])
+
+    def _look(self, connections: set[Protocols]) -> list[Protocols]:
+        """All that are idle, the longest idle first."""
+        now_s = self._now()
+        before, self._idle = self._idle, {}
+        for connection in filter(_is_idle, connections):
+            seen = _Idle(now_s, _is_silent(connection), _cycle(connection))
+            known = before.get(connection, seen)
+            is_same = known.silent == seen.silent and known.cycle is seen.cycle
+            self._idle[connection] = known if is_same else seen
+        return sorted(self._idle, key=lambda connection: self._idle[connection].since_s)
+
+    def _forget(self, ended: list[Protocols]) -> list[Protocols]:
         for connection in ended:
-            del self._since[connection]
+            del self._idle[connection]
         return ended
+
+
+def _cycle(connection: Protocols) -> object:
+    return getattr(connection, "cycle", None)
 
 
 def _is_idle(connection: Protocols) -> bool:

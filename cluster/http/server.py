@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from legato.cluster.http.app import create_app
+from legato.cluster.http.bounded_connection import bounded_connections
 from legato.cluster.http.idle_connections import IdleConnections, most_idle
+from legato.cluster.open_files import PORT_SHARE, share_of_open_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from legato.protos.tls_files import TlsFiles
 
 BACKLOG = 2048
+# Of the files that the process may open, how many connections the event loop takes in one turn: a
+# few turns pass before what is beyond the bound is closed again.
+AT_ONCE_SHARE = 1 / 64
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2  # for connections to take what has been written; uvicorn counts whole seconds
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, which would meet the closing
@@ -58,28 +63,33 @@ class HttpServer:
         authorize: Authorize | None = None,
         tls: TlsFiles | None = None,
         most_idle_connections: int | None = None,
+        most_connections: int | None = None,
     ) -> None:
-        """`tls`: as gRPC's port has it; with a CA clients need a certificate of it. By default a
-        share of the files that the process may open bounds idle connections.
+        """`tls`: as gRPC's port has it; with a CA clients need a certificate of it. By default
+        shares of the files that the process may open bound connections, and those that are idle.
         """
         self._socket = _listen(host, port)
         bound_host, bound_port = self._socket.getsockname()[:2]
         url_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         self.address = f"{url_host}:{bound_port}"
         self._tls = tls
-        self._most_idle = most_idle() if most_idle_connections is None else most_idle_connections
+        self._idle = IdleConnections(
+            most_idle() if most_idle_connections is None else most_idle_connections
+        )
+        if most_connections is None:
+            most_connections = share_of_open_files(PORT_SHARE)
         self._stamp = None if tls is None else tls.stamp()
         self._server = _Server(
             uvicorn.Config(
                 create_app(router, authorize=authorize),
-                http="h11",  # whatever else is installed: the strictest parser
+                http=bounded_connections(most_connections, self._idle),
                 lifespan="off",
                 ws="none",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=max(1, min(BACKLOG, share_of_open_files(AT_ONCE_SHARE))),
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=STOP_TIMEOUT_S,
                 **_tls_settings(tls),
@@ -104,6 +114,7 @@ class HttpServer:
                 if serving.done():
                     serving.result()
                 await asyncio.sleep(0.001)
+        self._socket.listen(BACKLOG)  # what waits in the kernel takes no files of ours
 
     async def stop(self) -> None:
         """Closes the port; requests that still run are cancelled."""
@@ -122,10 +133,9 @@ class HttpServer:
         """Connections that never send a request's head whole would stay for ever, and those without
         a request could take the place of all others.
         """
-        idle = IdleConnections(self._most_idle)
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
-            for connection in idle.to_end(self._server.server_state.connections):
+            for connection in self._idle.to_end(self._server.server_state.connections):
                 connection.transport.abort()
 
     async def _keep_tls(self) -> None:

@@ -330,3 +330,32 @@ async def test_only_health_is_open_to_who_shows_nothing() -> None:
 
 def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
+
+
+async def test_where_all_connections_have_requests_a_new_one_is_told_so() -> None:
+    worker = FakeWorker("decode", **SLOW)
+    async with http_service(decode=worker) as service, AsyncExitStack() as opened:
+        server = HttpServer(service.service.router, "127.0.0.1", 0, most_connections=3)
+        await server.start()
+        opened.push_async_callback(server.stop)
+        clients = [
+            await opened.enter_async_context(
+                httpx2.AsyncClient(base_url=f"http://{server.address}", trust_env=False)
+            )
+            for _ in range(4)
+        ]
+        running = [
+            asyncio.create_task(http.post(TEXT, json=asked(100, prompt="hello")))
+            for http in clients[:3]
+        ]
+        await until(lambda: service.service.router.num_in_flight == 3)
+        refused = await clients[3].get("/health")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        assert refused.json()["error"]["type"] == "service_unavailable_error"
+        assert "all 3 connections of this router have requests" in refused.text
+        for task in running:
+            assert (await task).status_code == 200, "those with requests stay"
+        # Their connections are idle now, and the longest idle ones go for a new one.
+        assert (await clients[3].get("/health")).status_code == 200
