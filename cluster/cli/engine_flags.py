@@ -26,8 +26,7 @@ class EngineFlags(BaseModel):
     )
     dtype: Annotated[str, Choice(DTYPES)] = Field(
         Options.dtype,
-        description="Of weights and activations; auto is float32 on a CPU, else the "
-        "checkpoint's.",
+        description="Of weights and activations; auto is float32 on a CPU, else the checkpoint's.",
     )
     kv_cache: Annotated[str, Choice(KV_CACHES)] = Field(
         Options.kv_cache,
