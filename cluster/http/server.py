@@ -14,7 +14,7 @@ import uvicorn
 
 from legato.cluster.http.app import create_app
 from legato.cluster.http.bounded_connection import bounded_connections
-from legato.cluster.http.idle_connections import IdleConnections, most_idle
+from legato.cluster.http.idle_connections import HEAD_TIMEOUT_S, IdleConnections, most_idle
 from legato.cluster.open_files import PORT_SHARE, share_of_open_files
 
 if TYPE_CHECKING:
@@ -78,18 +78,18 @@ class HttpServer:
         )
         if most_connections is None:
             most_connections = share_of_open_files(PORT_SHARE)
+        self._connection = bounded_connections(most_connections, self._idle)
         self._stamp = None if tls is None else tls.stamp()
         self._server = _Server(
             uvicorn.Config(
                 create_app(router, authorize=authorize),
-                http=bounded_connections(most_connections, self._idle),
+                http=self._connection,
                 lifespan="off",
                 ws="none",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=max(1, min(BACKLOG, share_of_open_files(AT_ONCE_SHARE))),
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=STOP_TIMEOUT_S,
                 **_tls_settings(tls),
@@ -103,7 +103,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Returns when it serves."""
-        serving = asyncio.create_task(self._server.serve([self._socket]))
+        serving = asyncio.create_task(self._server.serve([]))
         self._tasks = [
             serving,
             asyncio.create_task(self._end_idle()),
@@ -114,7 +114,28 @@ class HttpServer:
                 if serving.done():
                     serving.result()
                 await asyncio.sleep(0.001)
-        self._socket.listen(BACKLOG)  # what waits in the kernel takes no files of ours
+        await self._listen()
+
+    async def _listen(self) -> None:
+        """As uvicorn would, which has no bound on TLS handshakes and one number for two: what
+        waits in the kernel takes no files of ours, what is accepted does.
+        """
+        config, state = self._server.config, self._server.server_state
+
+        def new_connection() -> asyncio.Protocol:
+            return self._connection(
+                config=config, server_state=state, app_state=self._server.lifespan.state
+            )
+
+        accepting = await asyncio.get_running_loop().create_server(
+            new_connection,
+            sock=self._socket,
+            ssl=config.ssl,
+            ssl_handshake_timeout=None if config.ssl is None else HEAD_TIMEOUT_S,
+            backlog=max(1, min(BACKLOG, share_of_open_files(AT_ONCE_SHARE))),
+        )
+        self._server.servers.append(accepting)  # it closes them when it stops
+        self._socket.listen(BACKLOG)
 
     async def stop(self) -> None:
         """Closes the port; requests that still run are cancelled."""

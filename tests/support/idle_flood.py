@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 CONNECT_TIMEOUT_S = 2.0
 CANARY_TIMEOUT_S = 5.0
-PER_ADDRESS = 20_000  # the machine has some 28,000 ports for each pair of addresses
+PER_ADDRESS = (
+    5000  # of some 28,000 ports for each pair of addresses; the rest makes one quick to find
+)
+IP_BIND_ADDRESS_NO_PORT = 24  # Linux: the port is chosen on connecting, among those free to there
 
 
 class Idle(Enum):
@@ -62,6 +65,7 @@ class IdleFlood:
             host, _, number_of_port = port.rpartition(":")
             made = socket.socket()
             made.setblocking(False)
+            made.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
             try:
                 made.bind((f"127.0.0.{2 + len(self._sockets) // PER_ADDRESS}", 0))
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

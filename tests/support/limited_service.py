@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fake_worker import FakeWorker
@@ -48,6 +49,12 @@ class LimitedService:
         line = self._process.stdout.readline()
         assert line, "the service has not started"
         return Ports(*json.loads(line))
+
+    def memory_mb(self) -> float:
+        """What its process has in memory of its own."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        [kb] = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")]
+        return int(kb) / 1000
 
     def __exit__(
         self,

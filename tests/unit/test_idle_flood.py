@@ -26,6 +26,7 @@ HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 MAX_OPEN_FILES = HARD_LIMIT if FULL else 400
 NUM_IDLE = HARD_LIMIT - 500 if FULL else 1200  # 500: what else this process has open
 NUM_ASKED = 100 if FULL else 10
+MOST_KB = 40  # of memory for each connection
 WAIT_BOUND_S = 2.0  # milliseconds, on a machine that does nothing else
 
 
@@ -38,11 +39,12 @@ async def test_who_asks_is_answered_while_others_are_idle(
         flood = IdleFlood(ports)
         async with Canary(ports) as canary:
             waits = {"before": await canary.waits_s(NUM_ASKED)}
+            before_mb = service.memory_mb()
             begun_s = time.monotonic()
             num_opened = await flood.open(tuple(Idle), NUM_IDLE)
             opened_s = time.monotonic() - begun_s
-            num_held = flood.num_held()
             waits["with"] = await canary.waits_s(NUM_ASKED)
+            num_held, taken_mb = flood.num_held(), service.memory_mb() - before_mb
             begun_s = time.monotonic()
             newcomer = await canary.newcomer()
             newcomer_s = time.monotonic() - begun_s
@@ -54,6 +56,7 @@ async def test_who_asks_is_answered_while_others_are_idle(
         "opened": num_opened,
         "opened_s": round(opened_s, 1),
         "held": num_held,
+        "memory_mb": round(taken_mb),
         "canary": {when: percentiles_ms(waits_s) for when, waits_s in waits.items()},
         "grpc_newcomer": [newcomer.name, round(newcomer_s, 3), newcomer_after.name],
     }
@@ -62,6 +65,7 @@ async def test_who_asks_is_answered_while_others_are_idle(
             print(json.dumps(shown))
     assert num_opened == NUM_IDLE, "the kernel takes all of them, and the service ends some"
     assert 0 < num_held < 0.8 * MAX_OPEN_FILES
+    assert taken_mb < num_held * MOST_KB / 1000 + 20
     for waits_s in waits.values():
         assert max(map(max, waits_s.values())) < WAIT_BOUND_S
     # Full of connections that speak HTTP/2, the port says no at once, until those have gone.
