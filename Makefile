@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy test-clients clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,7 +45,7 @@ lane-ray: # The whole service
 	@$(call LANE,ray,-v $(WITH_RAY))
 
 test-full: $(STAMP) $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## All tests at their full sizes, one after the other (hours)
-	@LEGATO_AOT=full LEGATO_DEPLOY=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
+	@LEGATO_AOT=full LEGATO_DEPLOY=full LEGATO_FAULT_CASES=full LEGATO_FUZZ=full LEGATO_IDLE_FLOOD=full LEGATO_KILLS=full LEGATO_LATE_ROWS_RUNS=200 LEGATO_MEMORY=full \
 	  LEGATO_OVERLOAD=full LEGATO_SIMULATION=full LEGATO_VOCABULARIES=full LEGATO_FAULT_STREAMS=$${LEGATO_FAULT_STREAMS:-48} \
 	  LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 7200 tests
 
@@ -86,6 +86,9 @@ test-aot: $(STAMP) ## Every Triton kernel compiled for sm_80, sm_90 and sm_100, 
 
 test-overload: $(STAMP) $(MODEL_STAMP) ## Three times the requests that a service can serve, for a minute
 	@LEGATO_OVERLOAD=full $(BIN)/python -m pytest -q -s tests/integration/test_overload_goodput.py
+
+test-idle: $(STAMP) ## As many idle connections as this machine lets a process open; prints how long others wait
+	@LEGATO_IDLE_FLOOD=full $(BIN)/python -m pytest -q tests/unit/test_idle_flood.py
 
 # Those whose environment cannot be made are told of by their tests.
 CLIENTS := build/clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,7 @@ from legato.cluster.client_access import ClientAccess, ClientTls
 from legato.cluster.config import RouterOptions
 from legato.cluster.dev_certs import make_certs
 from legato.cluster.errors import ServiceError
+from legato.cluster.http import server as http_server
 from legato.protos.tls_files import TlsFiles
 
 if TYPE_CHECKING:
@@ -137,6 +139,21 @@ async def test_without_a_ca_no_certificate_is_asked_for(tmp_path: Path) -> None:
         url = f"https://{service.router.http_address}"
         assert await is_served(url, client_context(certs, None))
         assert not await is_served(url, True)  # the machine's authorities know nothing of ours
+
+
+async def test_a_tls_handshake_that_never_comes_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+    certs = tmp_path / "certs"
+    make_certs(certs)
+    tls = TlsFiles(str(certs / "service.pem"), str(certs / "service.key"))
+    async with serving(tmp_path / "model", tls=tls) as service:
+        host, port = service.router.http_address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(5):  # asyncio's own bound is a minute
+            assert await reader.read() == b""
+        writer.close()
 
 
 async def test_a_new_pair_counts_for_new_connections(tmp_path: Path) -> None:

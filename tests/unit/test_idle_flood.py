@@ -1,4 +1,7 @@
-"""Many connections that ask nothing take the service from nobody who has one, nor over HTTP."""
+"""Many connections that ask nothing take the service from nobody who has one, nor over HTTP.
+
+Small by default; with LEGATO_IDLE_FLOOD=full (`make test-idle`) as many as this process may open.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from legato.cluster import gateway
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FULL = os.environ.get("LEGATO_IDLE_FLOOD") == "full"  # as many as this process may open
+FULL = os.environ.get("LEGATO_IDLE_FLOOD") == "full"
 HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 MAX_OPEN_FILES = HARD_LIMIT if FULL else 400
 NUM_IDLE = HARD_LIMIT - 500 if FULL else 1200  # 500: what else this process has open
