@@ -76,7 +76,7 @@ test-kills: $(STAMP) $(MODEL_STAMP) ## 1,000 streams under kills, and changes of
 	  tests/faults/test_last_of_its_kind.py tests/faults/test_pool_changes.py tests/faults/test_router_killed.py
 
 fuzz: $(STAMP) $(MODEL_STAMP) ## 100,000 requests that nobody should send, 30,000 of them over HTTP; prints their ends
-	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s tests/faults/test_fuzz.py
+	@LEGATO_FUZZ=full $(BIN)/python -m pytest -q -s --timeout 7200 tests/faults/test_fuzz.py tests/unit/test_http_schema.py
 
 test-properties: $(STAMP) ## Random lives of sequences over a block pool, at full size
 	@LEGATO_PROPERTY_EXAMPLES=$${LEGATO_PROPERTY_EXAMPLES:-5000} $(BIN)/python -m pytest -q --timeout 3600 tests/unit/test_*_properties.py

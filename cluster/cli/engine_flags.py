@@ -25,7 +25,8 @@ class EngineFlags(BaseModel):
         Options.device, description="auto is cuda where Ray has GPUs."
     )
     dtype: Annotated[str, Choice(DTYPES)] = Field(
-        Options.dtype, description="Of weights and activations; auto is the checkpoint's."
+        Options.dtype,
+        description="Of weights and activations; auto is float32 on a CPU, else the checkpoint's.",
     )
     kv_cache: Annotated[str, Choice(KV_CACHES)] = Field(
         Options.kv_cache,

@@ -61,6 +61,7 @@ OTHER_VARIABLES = frozenset(
         "FUZZ_HTTP_REQUESTS",
         "FUZZ_REQUESTS",
         "FUZZ_SEED",
+        "IDLE_FLOOD",
         "KILLS",
         "LATE_ROWS_RUNS",
         "MEMORY",

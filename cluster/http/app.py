@@ -28,7 +28,7 @@ from legato.cluster.http.error_response import (
 )
 from legato.cluster.http.front_door import FrontDoor
 from legato.cluster.http.generation import GenerationResponse
-from legato.cluster.http.openapi import describe, posts
+from legato.cluster.http.openapi import describe, gets, posts
 from legato.cluster.http.request_body import read_object
 from legato.cluster.http.shared_fields import read_fields
 from legato.cluster.page.routes import add_page
@@ -64,7 +64,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
     app.add_exception_handler(HTTPException, _routing_error)
     started = int(time.time())
 
-    @app.get("/health")
+    @app.get("/health", openapi_extra=gets("Health", as_503="No requests are served."))
     async def health() -> Response:
         """200 while requests are served, else 503; and for who takes this port for the other."""
         ports = {"grpc_port": router.grpc_port}
@@ -73,18 +73,18 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
         reason = router.missing()
         return json_response({"status": "unavailable", "reason": reason, **ports}, 503)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=gets("Models", 401))
     async def models() -> Response:
         """The one model."""
         return json_response({"object": "list", "data": [_model(router, started)]})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", openapi_extra=gets("Model", 401, 404))
     async def model(model: str) -> Response:
         """The one model, by its name."""
         _check_model(router, model)
         return json_response(_model(router, started))
 
-    @app.post("/v1/completions", openapi_extra=posts(CompletionFields))
+    @app.post("/v1/completions", openapi_extra=posts(CompletionFields, "Completion"))
     async def completions(request: Request) -> Response:
         """Completes text or tokens as they stand."""
         fields = read_fields(await read_object(request), CompletionFields)
@@ -99,7 +99,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
             logprobs=fields.logprobs is not None,
         )
 
-    @app.post("/v1/chat/completions", openapi_extra=posts(ChatFields))
+    @app.post("/v1/chat/completions", openapi_extra=posts(ChatFields, "ChatCompletion"))
     async def chat_completions(request: Request) -> Response:
         """The next message of a chat."""
         fields = read_fields(await read_object(request), ChatFields)

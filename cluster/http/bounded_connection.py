@@ -19,7 +19,7 @@ RETRY_AFTER_S = 1
 
 
 def bounded_connections(most: int, idle: IdleConnections) -> type[H11Protocol]:
-    """What uvicorn makes of each connection: where `most` are open, the longer idle ones end; where
+    """What uvicorn makes of a connection: where `most` are open, the longest idle one ends; where
     none is idle, the new one is answered 503 and ends, whatever it would have asked.
     """
 

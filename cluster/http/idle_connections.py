@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from legato.cluster.open_files import share_of_open_files
@@ -16,10 +17,8 @@ if TYPE_CHECKING:
 HEAD_TIMEOUT_S = 10.0
 # Of the files that this process may open; each connection is one, and so are those of gRPC.
 IDLE_SHARE = 0.25
-# Each look at all of them takes time. Where one frees less than this share of them, which a few
-# new ones take, the next has to wait.
-ROOM_SHARE = 1 / 8
-ROOM_PERIOD_S = 0.05
+# Each look at all of them takes time, which a flood of new ones must not multiply.
+LOOK_PERIOD_S = 0.05
 
 
 def most_idle() -> int:
@@ -40,11 +39,13 @@ class IdleConnections:
         self._most = most
         self._now = now
         self._idle: dict[Protocols, _Idle] = {}
-        self._next_room_s = 0.0
+        self._oldest: deque[Protocols] = deque()  # as far as they are known; some may have gone
+        self._next_look_s = 0.0
 
     def opened(self, connection: Protocols) -> None:
         """It is idle from now on, and not from when somebody looks."""
         self._idle[connection] = _Idle(self._now(), _is_silent(connection), _cycle(connection))
+        self._oldest.append(connection)
 
     def to_end(self, connections: set[Protocols]) -> list[Protocols]:
         """Those without a request's head for too long, and the longest idle ones beyond the bound:
@@ -60,15 +61,26 @@ class IdleConnections:
         return self._forget(ended)
 
     def for_room(self, connections: set[Protocols]) -> list[Protocols]:
-        """The longer idle half, to make room for a new one; none where few were found just now."""
+        """The longest idle one, to make room for a new one; none where all have requests."""
+        ended = self._pop(connections)
         now_s = self._now()
-        if now_s < self._next_room_s:
-            return []
-        oldest = self._look(connections)
-        ended = oldest[: (len(oldest) + 1) // 2]
-        if len(ended) < ROOM_SHARE * len(connections):
-            self._next_room_s = now_s + ROOM_PERIOD_S
+        if not ended and now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_PERIOD_S
+            self._look(connections)
+            ended = self._pop(connections)
         return self._forget(ended)
+
+    def _pop(self, connections: set[Protocols]) -> list[Protocols]:
+        while self._oldest:
+            connection = self._oldest.popleft()
+            if connection not in connections or not _is_idle(connection):
+                continue
+            known = self._idle.get(connection)
+            if known is None or known.cycle is _cycle(connection):
+                return [connection]
+            # It has been served since: it is idle for less long than it seemed.
+            self.opened(connection)
+        return []
 
     def _look(self, connections: set[Protocols]) -> list[Protocols]:
         """All that are idle, the longest idle first."""
@@ -79,11 +91,13 @@ class IdleConnections:
             known = before.get(connection, seen)
             is_same = known.silent == seen.silent and known.cycle is seen.cycle
             self._idle[connection] = known if is_same else seen
-        return sorted(self._idle, key=lambda connection: self._idle[connection].since_s)
+        oldest = sorted(self._idle, key=lambda connection: self._idle[connection].since_s)
+        self._oldest = deque(oldest)
+        return oldest
 
     def _forget(self, ended: list[Protocols]) -> list[Protocols]:
         for connection in ended:
-            del self._idle[connection]
+            self._idle.pop(connection, None)
         return ended
 
 

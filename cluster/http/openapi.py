@@ -7,28 +7,16 @@ from typing import TYPE_CHECKING, Any
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from legato.cluster.http.answer_schemas import SCHEMAS
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastapi import FastAPI
 
     from legato.cluster.http.shared_fields import SharedFields
 
 _REF = "#/components/schemas/{model}"
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
 _STATUSES = {
     400: "A field is wrong, unknown or not served.",
     401: "No credentials, or wrong ones.",
@@ -41,28 +29,54 @@ _STATUSES = {
     503: "No worker, or the service ends.",
     504: "The deadline has passed.",
 }
+_HEADERS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (
+        "x-request-timeout-s",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
+        "The request's deadline, in seconds from now.",
+    ),
+    (
+        "x-request-id",
+        {"type": "string", "maxLength": 100, "pattern": "^[!-~]*$"},
+        "Part of the request's id.",
+    ),
+)
 
 
-def posts(model: type[SharedFields]) -> dict[str, Any]:
-    """For a route that reads `model` from its body, for FastAPI's `openapi_extra`."""
+def _json(schema: str, description: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=schema)}}}
+    return {"description": description, "content": content}
+
+
+def _errors(*statuses: int) -> dict[str, Any]:
+    return {str(status): _json("Error", _STATUSES[status]) for status in statuses}
+
+
+def gets(schema: str, *errors: int, **others: str) -> dict[str, Any]:
+    """For a route that answers with `schema`, or with those errors; for `openapi_extra`."""
+    also = {status.removeprefix("as_"): _json(schema, text) for status, text in others.items()}
+    return {"responses": {"200": _json(schema, "The answer."), **_errors(*errors), **also}}
+
+
+def texts(*media_types: str, errors: Iterable[int] = ()) -> dict[str, Any]:
+    """For a route that answers with text, which is no JSON; its `response_class` is Response."""
+    content = {media_type: {"schema": {"type": "string"}} for media_type in media_types}
+    answer = {"description": "The answer.", "content": content}
+    return {"responses": {"200": answer, **_errors(401, *errors)}}
+
+
+def posts(model: type[SharedFields], answer: str) -> dict[str, Any]:
+    """For a route that reads `model` from its body and answers with `answer`."""
     schema = {"$ref": _REF.format(model=model.__name__)}
-    errors = {
-        str(status): {
-            "description": text,
-            "content": {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}},
-        }
-        for status, text in _STATUSES.items()
-    }
-    answer = {
-        "description": "The whole answer, or with `stream` its chunks as they come.",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
-        },
-    }
+    whole = _json(answer, "The whole answer, or with `stream` its chunks as they come.")
+    whole["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": answer, **errors},
+        "responses": {"200": whole, **_errors(*_STATUSES)},
+        "parameters": [
+            {"name": name, "in": "header", "schema": schema, "description": text}
+            for name, schema, text in _HEADERS
+        ],
     }
 
 
@@ -82,7 +96,7 @@ def describe(app: FastAPI, *models: type[SharedFields]) -> None:
             )
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
-            schemas["Error"] = _ERROR
+            schemas.update(SCHEMAS)
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -14,6 +14,7 @@ from starlette.requests import Request  # noqa: TC002  # FastAPI reads the annot
 from starlette.responses import Response
 
 from legato.cluster.errors import unavailable
+from legato.cluster.http.openapi import texts
 from legato.cluster.http.request_body import read_object
 from legato.cluster.metrics.exposition import families, written
 from legato.cluster.page.chat import ChatRun, read_chat
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 PERIOD_S = 1.0
 MAX_VIEWERS = 64
+METRICS = texts("text/plain", "application/openmetrics-text")
+EVENTS = texts("text/event-stream", errors=[503])
+CHAT = texts("text/event-stream", errors=[400, 413, 415])
 PAGE = Path(__file__).parent / "index.html"
 
 
@@ -42,7 +46,7 @@ def add_page(app: FastAPI, router: Router) -> None:
         """The live page."""
         return Response(html, headers=headers, media_type="text/html")
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, openapi_extra=METRICS)
     async def metrics(request: Request) -> Response:
         """For Prometheus; OpenMetrics where it is asked for."""
         told = families(router)
@@ -51,7 +55,7 @@ def add_page(app: FastAPI, router: Router) -> None:
         body, content_type = await asyncio.to_thread(written, told, accept)
         return Response(body, headers={"content-type": content_type})
 
-    @app.get("/page/events")
+    @app.get("/page/events", response_class=Response, openapi_extra=EVENTS)
     async def events(request: Request) -> Response:
         """Server-sent events: `history` once, then `state` every second."""
         if len(viewers) >= MAX_VIEWERS:
@@ -71,7 +75,7 @@ def add_page(app: FastAPI, router: Router) -> None:
 
         return LiveResponse(serve)
 
-    @app.post("/page/chat")
+    @app.post("/page/chat", response_class=Response, openapi_extra=CHAT)
     async def chat(request: Request) -> Response:
         """Server-sent events: `tokens`, then `finish` with the way that the request took."""
         body = await read_object(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -261,7 +262,7 @@ def test_nothing_is_left_in_a_cluster_when_the_owner_is_killed(model: Path, tmp_
                 for node in nodes
                 if node is not None
                 for child in node.children()
-                if "Actor" in command_of(child)
+                if re.search("Actor|legato", command_of(child))
             ]
             assert len(actors) == 4, "two workers, a router, a controller"
             service.process.kill()

@@ -16,7 +16,15 @@ import grpc
 import pytest
 import yaml
 from deploy_files import DEPLOY, container, groups, ray_cluster, read_unit
-from deployed import Deployed, container_env, free_ports, probe, terminate, wait_probe
+from deployed import (
+    Deployed,
+    container_env,
+    free_ports,
+    operator_env,
+    probe,
+    terminate,
+    wait_probe,
+)
 from ray_head import TOKEN
 from tiny_models import make_llama_folder
 
@@ -49,7 +57,7 @@ class Pods:
         [self.raylet_ports[name]] = free_ports(1)
         self._swap_raylet(name)
         words = [*box["command"], *box["args"]]
-        process = self.deployed.start(name, words, container_env(box, address), address)
+        process = self.deployed.start(name, words, self._env(name, group, address), address)
         # One after the other: nodes on one machine name their sockets by what is there.
         self.deployed.wait_for(name, STARTED)
         return process
@@ -57,7 +65,7 @@ class Pods:
     def pre_stop(self, name: str, group: str, address: str) -> subprocess.CompletedProcess[str]:
         box = container(self._groups[group])
         words = box["lifecycle"]["preStop"]["exec"]["command"]
-        return self.deployed.run(words, container_env(box, address), address)
+        return self.deployed.run(words, self._env(name, group, address), address)
 
     def is_well(self, name: str, group: str, which: str, address: str) -> bool:
         """Its readinessProbe or livenessProbe."""
@@ -89,7 +97,11 @@ class Pods:
         return Client(f"127.0.0.1:{self.deployed.swaps['50051']}", access=ClientAccess(token))
 
     def _exec_env(self) -> dict[str, str]:
-        return container_env(container(self._groups["headgroup"]), "127.0.0.1")
+        return self._env("head", "headgroup", "127.0.0.1")
+
+    def _env(self, name: str, group: str, address: str) -> dict[str, str]:
+        added = operator_env(ray_cluster(), group, name)
+        return {**added, **container_env(container(self._groups[group]), address)}
 
     def _swap_raylet(self, name: str) -> None:
         """Pods have all ports for themselves; here each raylet has another."""
@@ -151,7 +163,7 @@ def test_pods_come_serve_and_go(tmp_path: Path) -> None:
         refuses_the_services_own_node(pods)
         wait_probe(api)
         assert decode_hosts(pods) == ["127.0.0.4"]
-        assert pods.status()["router"]["failed"] == "0"
+        assert pods.status()["router"]["failed"] == 0
 
         ended = pods.pre_stop("head", "headgroup", "127.0.0.1")
         assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended.stderr

@@ -156,6 +156,8 @@ def test_a_worker_that_dies_at_its_start_three_times(model: Path, tmp_path: Path
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return "WorkerActor" in " ".join(process.cmdline())
+        return (
+            re.search("WorkerActor|legato [a-z]+ worker", " ".join(process.cmdline())) is not None
+        )
     except psutil.Error:
         return False

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import psutil
@@ -169,12 +169,28 @@ def terminate(process: subprocess.Popen[bytes], timeout_s: float = 30) -> int:
 
 
 def container_env(box: Mapping[str, list[dict[str, object]]], address: str) -> dict[str, str]:
-    """Of a container: the token of Ray is a secret, the pod's address its own."""
+    """Of a container, as its manifest says it; the pod's address is its own."""
     env = {}
     for item in box["env"]:
-        source = item.get("valueFrom")
-        if source is None:
-            env[str(item["name"])] = str(item["value"])
-        else:
-            env[str(item["name"])] = TOKEN if "secretKeyRef" in str(source) else address
+        assert "secretKeyRef" not in str(item), "no secret but Ray's is an environment variable"
+        env[str(item["name"])] = address if "valueFrom" in item else str(item["value"])
+    return env
+
+
+def operator_env(cluster: Mapping[str, Any], group: str, pod: str) -> dict[str, str]:
+    """What KubeRay's operator adds to it, and Ray or Legato might heed."""
+    spec, head = cluster["spec"], group == "headgroup"
+    service = spec["headGroupSpec"]["headService"]["metadata"]["name"]
+    env = {
+        "RAY_CLUSTER_NAME": cluster["metadata"]["name"],
+        "RAY_CLOUD_INSTANCE_ID": pod,
+        "RAY_NODE_TYPE_NAME": group,
+        "RAY_PORT": "6379",
+        "RAY_ADDRESS": f"{'127.0.0.1' if head else service}:6379",
+        "RAY_USAGE_STATS_KUBERAY_IN_USE": "1",
+    }
+    if spec.get("authOptions", {}).get("mode") == "token":
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    if head and spec["autoscalerOptions"].get("version") == "v2":
+        env["RAY_enable_autoscaler_v2"] = "true"
     return env

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from deploy_files import DEPLOY, container, documents, groups, pod_commands
-from kuberay_schema import problems
+from kuberay_schema import problems, refusals
 
 from legato.cluster.autoscale_options import AutoscaleOptions
 from legato.cluster.cli.serve_settings import load
@@ -63,6 +63,7 @@ def wrong(found: Documents) -> list[str]:
     if told:
         return told
     return [
+        *refusals(cluster_of(found)),
         *wrong_services(found),
         *wrong_probes(found),
         *wrong_resources(found),
@@ -220,20 +221,35 @@ def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
 
 def test_ray_asks_for_a_token_everywhere_and_it_is_no_text_of_the_files() -> None:
     cluster = cluster_of(documents())
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    # The operator leaves alone what a container says of these itself.
     places = [container(group)["env"] for group in groups(cluster).values()]
-    for env in [*places, cluster["spec"]["autoscalerOptions"]["env"]]:
-        by_name = {item["name"]: item for item in env}
-        assert by_name["RAY_AUTH_MODE"]["value"] == "token"
-        assert by_name["RAY_AUTH_TOKEN"]["valueFrom"] == {
-            "secretKeyRef": {"name": "legato-ray", "key": "token"}
-        }
+    for env in [*places, cluster["spec"]["autoscalerOptions"].get("env", [])]:
+        assert not {item["name"] for item in env} & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
     assert not of_kind(documents(), "Secret")
+
+
+def test_the_operator_and_ray_mean_the_same_autoscaler() -> None:
+    spec = cluster_of(documents())["spec"]
+    assert spec["enableInTreeAutoscaling"]
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    for group in groups(cluster_of(documents())).values():
+        env = {item["name"] for item in container(group)["env"]}
+        assert "RAY_enable_autoscaler_v2" not in env
+
+
+def test_no_service_of_ours_is_taken_for_the_heads() -> None:
+    """The operator makes none for the head where one with these two labels is there."""
+    for one in of_kind(documents(), "Service"):
+        labels = one["metadata"].get("labels", {})
+        assert not labels.keys() >= {"ray.io/cluster", "ray.io/node-type"}
 
 
 def test_a_service_that_is_not_ready_is_found_by_its_workers() -> None:
     spec = cluster_of(documents())["spec"]["headGroupSpec"]
     head = spec["headService"]
-    assert head["spec"]["publishNotReadyAddresses"]
+    # Kept as they are. The operator adds its selector, and the container's ports by their names.
+    assert head["spec"] == {"clusterIP": "None", "publishNotReadyAddresses": True}
     name, _, port = "legato-head:6379".partition(":")
     assert head["metadata"]["name"] == name
     assert int(port) in container_ports(spec).values()
@@ -273,6 +289,38 @@ PLANTED: dict[str, tuple[Callable[[Documents], Any], str]] = {
     "a misspelt key of Kubernetes": (
         lambda d: head_box(d)["readinessProbe"].update(periodSecond=1),
         "'periodSecond' was unexpected",
+    ),
+    "a misspelt way to ask for a token": (
+        lambda d: cluster_of(d)["spec"]["authOptions"].update(mode="tokens"),
+        "'tokens' is not one of",
+    ),
+    "a key that the oldest operator does not have": (
+        lambda d: cluster_of(d)["spec"]["authOptions"].update(secretName="legato-ray"),
+        "'secretName' was unexpected",
+    ),
+    "metadata that are not kept": (
+        lambda d: worker(d)["template"]["metadata"].update(generateName="p"),
+        "'generateName' was unexpected",
+    ),
+    "a token from a Ray that knows none": (
+        lambda d: cluster_of(d)["spec"].update(rayVersion="2.51.1"),
+        "rayVersion must be 2.52.0 or newer",
+    ),
+    "a pod that starts again in place": (
+        lambda d: worker(d)["template"]["spec"].update(restartPolicy="Always"),
+        "prefill: restartPolicy must be Never",
+    ),
+    "resources at two places": (
+        lambda d: worker(d).update(resources={"CPU": "8"}),
+        "prefill: resources are in rayStartParams too",
+    ),
+    "resources that only Ray can read": (
+        lambda d: worker(d)["rayStartParams"].update(resources='"{\\"prefill_node\\": 1}"'),
+        "prefill: the operator cannot read",
+    ),
+    "a volume that the operator makes": (
+        lambda d: worker(d)["template"]["spec"]["volumes"][2].update(name="shared-mem"),
+        "prefill: shared-mem is a name of the operator's own",
     ),
     "a wrong type": (
         lambda d: worker(d).update(maxReplicas="4"),
