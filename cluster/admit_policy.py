@@ -102,9 +102,9 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
     Two rules. The queue is bounded in requests and in tokens; a request of any size may wait where
     no other does, and an interactive one is measured against interactive ones only (batch requests
     give way to it: `pick_to_displace`). And a request whose deadline cannot be met, with a margin
-    for the estimate's error, is refused now and not when its time is up: without a hint where the
-    queue is no part of it, for then it is the deadline that is wrong. What has not been measured
-    refuses nobody.
+    for the estimate's error, is refused now and not when its time is up: without a hint where
+    nobody has had to wait of late, for then it is the deadline that is wrong. What has not been
+    measured refuses nobody.
     """
     ahead = queue.ahead_of(batch=own.batch)
     refusal = check_bounds(own, ahead, limits, pace)
@@ -112,8 +112,9 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
         return refusal
     wait_s = estimate_wait_s(own, ahead, pace)
     service_s = estimate_service_s(own, pace)
-    # While others wait, the pace is that of a full service: later there may be time enough.
-    if not ahead.requests and service_s > own.left_s:
+    # Where others wait, or did of late, the pace is a full service's: later there may be time.
+    is_full = bool(ahead.requests) or pace.drain_tokens_s is not None
+    if not is_full and service_s > own.left_s:
         return Refusal(
             f"{own.deadline} is too short for what is asked: {own.left_s:.3g} s are given, and "
             f"about {service_s:.3g} s are needed, with nobody waiting before it",

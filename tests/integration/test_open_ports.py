@@ -225,7 +225,7 @@ def test_strangers_can_do_nothing_at_any_port(served: Served, folder: Path) -> N
     assert set(worker_addresses(served, folder)) == set(workers)  # none had to be replaced
     for worker in (worker for pool in pools for worker in pool["workers"]):
         assert worker["kv_blocks"]["held"] == 0
-        assert worker["load"]["running"] == worker["load"]["transferring"] == "0"
+        assert worker["load"]["running"] == worker["load"]["transferring"] == 0
 
 
 def test_a_marker_would_be_left(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray_head import TOKEN, ray_head
-from served import END_TIMEOUT_S, Served, legato, runs
+from served import END_TIMEOUT_S, START_TIMEOUT_S, Served, legato, runs
 from tiny_models import make_llama_folder
 
 from legato.cluster.client import Client, Tokens
@@ -166,12 +166,12 @@ def test_a_stopped_worker_is_ended_and_replaced(served: Served) -> None:
 def test_stop_ends_everything(served: Served) -> None:
     # The last one: it ends the service that the tests above share.
     with Client(served.address) as client, ThreadPoolExecutor(2) as threads:
-        stream = client.stream("still running", timeout_s=120, max_tokens=8000, ignore_eos=True)
+        stream = client.stream("still running", timeout_s=120, max_tokens=4000, ignore_eos=True)
         first = next(stream)
         assert isinstance(first, Tokens)
         num_tokens = len(first.token_ids)
         # Nobody reads on: gRPC's windows fill, and the answer cannot end before the drain begins.
-        stopping = threads.submit(legato, "stop", "--address", served.address, "--drain", "60")
+        stopping = threads.submit(legato, "stop", "--address", served.address, "--drain", "100")
         with grpc.insecure_channel(served.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             asked, deadline_s = health_pb2.HealthCheckRequest(), time.monotonic() + 30
@@ -181,9 +181,9 @@ def test_stop_ends_everything(served: Served) -> None:
         assert client.status().router.in_flight == 1, "the answer was over before the drain"
         num_tokens += sum(len(event.token_ids) for event in stream if isinstance(event, Tokens))
         assert stream.num_attempts == 1
-        ended = stopping.result(END_TIMEOUT_S)
+        ended = stopping.result(START_TIMEOUT_S)
         assert (ended.returncode, ended.stdout) == (0, "stopped\n")
-        assert num_tokens == 8000
+        assert num_tokens == 4000
     assert served.process.wait(END_TIMEOUT_S) == 0
     assert served.survivors(10) == []
     assert "Traceback" not in served.output

@@ -77,7 +77,8 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
 
 
 def test_a_deadline_too_short_for_what_is_asked_has_no_hint() -> None:
-    refusal = admit(replace(OWN, left_s=1.0), QueueSnapshot(), LIMITS, PACE)
+    quiet = replace(PACE, drain_tokens_s=None)
+    refusal = admit(replace(OWN, left_s=1.0), QueueSnapshot(), LIMITS, quiet)
     assert refusal is not None
     assert refusal.reason == (
         "its deadline is too short for what is asked: 1 s are given, and about 1.2 s are needed, "
@@ -88,9 +89,10 @@ def test_a_deadline_too_short_for_what_is_asked_has_no_hint() -> None:
     assert (error.code, error.retry_after_ms) == (grpc.StatusCode.RESOURCE_EXHAUSTED, None)
     assert error.reason is Reason.DEADLINE_TOO_SHORT
     assert "try again" not in error.message
-    crowded = admit(replace(OWN, left_s=1.0), queue(2, 1000), LIMITS, PACE)
-    assert crowded is not None
-    assert crowded.retry_s is not None, "a full service's pace is no fact of tomorrow"
+    for queued, pace in ((queue(2, 1000), quiet), (QueueSnapshot(), PACE)):
+        crowded = admit(replace(OWN, left_s=1.0), queued, LIMITS, pace)
+        assert crowded is not None
+        assert crowded.retry_s is not None, "a full service's pace is no fact of tomorrow"
 
 
 def test_what_was_not_measured_refuses_nobody() -> None:
