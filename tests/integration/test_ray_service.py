@@ -166,12 +166,12 @@ def test_a_stopped_worker_is_ended_and_replaced(served: Served) -> None:
 def test_stop_ends_everything(served: Served) -> None:
     # The last one: it ends the service that the tests above share.
     with Client(served.address) as client, ThreadPoolExecutor(2) as threads:
-        stream = client.stream("still running", timeout_s=120, max_tokens=4000, ignore_eos=True)
+        # The command takes a second or more to start; the answer takes many.
+        stopping = threads.submit(legato, "stop", "--address", served.address, "--drain", "100")
+        stream = client.stream("still running", timeout_s=120, max_tokens=8000, ignore_eos=True)
         first = next(stream)
         assert isinstance(first, Tokens)
         num_tokens = len(first.token_ids)
-        # Nobody reads on: gRPC's windows fill, and the answer cannot end before the drain begins.
-        stopping = threads.submit(legato, "stop", "--address", served.address, "--drain", "100")
         with grpc.insecure_channel(served.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             asked, deadline_s = health_pb2.HealthCheckRequest(), time.monotonic() + 30
@@ -183,7 +183,7 @@ def test_stop_ends_everything(served: Served) -> None:
         assert stream.num_attempts == 1
         ended = stopping.result(START_TIMEOUT_S)
         assert (ended.returncode, ended.stdout) == (0, "stopped\n")
-        assert num_tokens == 4000
+        assert num_tokens == 8000
     assert served.process.wait(END_TIMEOUT_S) == 0
     assert served.survivors(10) == []
     assert "Traceback" not in served.output
