@@ -23,8 +23,8 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests, in three lanes side by side: those with processes mostly wait"
-	@$(MAKE) -s -k -j3 --output-sync=none lane-unit lane-workers lane-ray
+	@echo "[legato] tests, in three lanes, two at a time: those with processes mostly wait"
+	@$(MAKE) -s -k -j2 --output-sync=none lane-ray lane-unit lane-workers
 
 # Who starts the whole service says so in its imports. With the kernels the lanes take about the same time.
 WITH_RAY := $(shell grep -lE "^from (served|ray_head|ray_nodes|kill_rig|router_rig) import" tests/integration/test_*.py tests/faults/test_*.py)

@@ -10,11 +10,11 @@ from legato.worker.handoff import lanes, link, transfer
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorter times, in their proportions."""
+    """Shorter times; patience is long enough for a machine with other work to link again."""
     monkeypatch.setattr(link, "BEAT_S", 0.1)
     monkeypatch.setattr(link, "SILENCE_S", 0.5)
-    monkeypatch.setattr(transfer, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(transfer, "UNREACHABLE_PATIENCE_S", 0.4)
+    monkeypatch.setattr(transfer, "PATIENCE_S", 2.5)
+    monkeypatch.setattr(transfer, "UNREACHABLE_PATIENCE_S", 1.5)
 
 
 @pytest.fixture
