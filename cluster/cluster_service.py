@@ -95,14 +95,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ChangeRoleResponse:
         """See cluster.proto."""
         role, worker_id = _read_role("role", request.role), _read_worker_id(request.worker_id)
-        try:
-            change = await _asked(self._router.control.change_role(worker_id, role))
-        except UnknownWorkerError as error:
-            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
-        except RoleChangeRefusedError as error:
-            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
-        except ValueError as error:
-            raise invalid(str(error)) from None
+        change = await _ordered(self._router.control.change_role(worker_id, role))
         return cluster_pb2.ChangeRoleResponse(
             worker_id=change.worker_id, targets=wire_targets(change.targets)
         )
@@ -115,14 +108,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         """See cluster.proto."""
         asked_id = _read_worker_id(request.worker_id)
-        try:
-            worker_id = await _asked(self._router.control.drain_worker(asked_id))
-        except UnknownWorkerError as error:
-            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
-        except RoleChangeRefusedError as error:
-            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
-        except ValueError as error:
-            raise invalid(str(error)) from None
+        worker_id = await _ordered(self._router.control.drain_worker(asked_id))
         return cluster_pb2.DrainWorkerResponse(worker_id=worker_id)
 
     @with_status
@@ -134,14 +120,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """See cluster.proto."""
         if len(request.node) > MAX_NODE_CHARS:
             raise invalid(f"node has {len(request.node)} chars, limit {MAX_NODE_CHARS}")
-        try:
-            worker_ids = await _asked(self._router.control.drain_node(request.node))
-        except UnknownWorkerError as error:
-            raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
-        except RoleChangeRefusedError as error:
-            raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
-        except ValueError as error:
-            raise invalid(str(error)) from None
+        worker_ids = await _ordered(self._router.control.drain_node(request.node))
         return cluster_pb2.DrainNodeResponse(worker_ids=worker_ids)
 
     @with_status
@@ -220,6 +199,18 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 )
             )
         return pools
+
+
+async def _ordered(call: Coroutine[Any, Any, T]) -> T:
+    """As `_asked`, of an order to workers; what is wrong with it has a status of its own."""
+    try:
+        return await _asked(call)
+    except UnknownWorkerError as error:
+        raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+    except RoleChangeRefusedError as error:
+        raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
+    except ValueError as error:
+        raise invalid(str(error)) from None
 
 
 async def _asked(call: Coroutine[Any, Any, T]) -> T:
