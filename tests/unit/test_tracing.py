@@ -31,7 +31,7 @@ from legato.cluster.cli.main import build_app
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
-from legato.protos import generation_pb2, generation_pb2_grpc
+from legato.protos import generation_pb2, generation_pb2_grpc, tracing
 from legato.protos.tracing import Tracing, read_endpoint
 
 if TYPE_CHECKING:
@@ -51,7 +51,10 @@ PROMPT = list(range(1, 12))
 
 @pytest.fixture(autouse=True)
 def spans_leave_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none is dropped because a busy machine keeps the collector waiting."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_MS", 20_000)
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ async def test_one_trace_joins_client_router_prefill_handoff_and_decode() -> Non
     async with traced() as rig:
         await rig.ask(12)
         collector = rig.collector
-        await collector.until(14)
+        await collector.until(15)
     assert collector.trace_ids() == {bytes.fromhex(TRACE_ID)}
     [root] = collector.named("text_completion fake-model", "legato-router")
     assert root.parent_span_id.hex() == CALLER_ID
@@ -176,7 +179,7 @@ async def test_a_move_is_in_the_same_trace() -> None:
         source.server._begin_drain()
         await asking
         collector = rig.collector
-        await collector.until(18)
+        await collector.until(20)
     assert collector.trace_ids() == {bytes.fromhex(TRACE_ID)}
     [root] = collector.named("text_completion fake-model")
     [moved] = [event for event in root.events if event.name == "moved"]
@@ -197,7 +200,7 @@ async def test_a_replay_is_in_the_same_trace_with_the_loss_and_its_reason() -> N
         await lost.server.stop(0)
         await asking
         collector = rig.collector
-        await collector.until(26)
+        await collector.until(28)
     assert collector.trace_ids() == {bytes.fromhex(TRACE_ID)}
     [root] = collector.named("text_completion fake-model")
     events = {event.name: attributes_of(event) for event in root.events}
@@ -233,12 +236,14 @@ async def test_the_client_decides_and_else_the_share(
     async with traced(trace_share=share) as rig:
         await rig.ask(3, traceparent)
         if is_traced:
-            await rig.collector.until(14)
+            await rig.collector.until(15)
     assert bool(rig.collector.spans) is is_traced
     assert len(rig.collector.trace_ids()) == is_traced
 
 
-async def test_a_collector_that_is_away_costs_no_request() -> None:
+async def test_a_collector_that_is_away_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_MS", 3000)
     async with Service(
         [FakeWorker("prefill")], [FakeWorker("decode")], otlp_endpoint="127.0.0.1:9"
     ) as service:
