@@ -259,7 +259,7 @@ async def test_an_unforeseen_error_shows_a_reference_and_no_more(
         def broken(*_: object) -> Any:  # noqa: ANN401
             raise KeyError("a secret of the prompt")
 
-        service.router._parse = broken
+        service.router.reader.parse = broken
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await collect(service, ask("hello", 5))
         assert raised.value.code() is grpc.StatusCode.INTERNAL
@@ -285,7 +285,7 @@ async def test_requests_up_to_exactly_the_message_limit_pass() -> None:
             seen.append(request.ByteSize())
             return parse(ask("short", 1), *rest)
 
-        parse, service.router._parse = service.router._parse, short
+        parse, service.router.reader.parse = service.router.reader.parse, short
         async for _ in service.client.generate(request_of_size(MAX_REQUEST_BYTES), timeout_s=10):
             pass
         assert seen == [MAX_REQUEST_BYTES]
@@ -320,14 +320,14 @@ async def test_two_services_do_not_share_a_port() -> None:
 
 async def test_slow_parsing_holds_up_nobody_else() -> None:
     async with Service(*pair()) as service:
-        parse = service.router._parse
+        parse = service.router.reader.parse
 
         def slow_for_long_texts(request: Any, *rest: Any) -> Any:  # noqa: ANN401
             if len(request.text) > 50:
                 time.sleep(0.8)
             return parse(request, *rest)
 
-        service.router._parse = slow_for_long_texts
+        service.router.reader.parse = slow_for_long_texts
         long = asyncio.create_task(collect(service, ask("x" * 60, 2)))
         await until(lambda: service.router.num_in_flight == 1)
         assert (await collect(service, ask("short", 3))).token_ids == expected("short", 3)
