@@ -40,6 +40,11 @@ USER = [{"role": "user", "content": "hello"}]
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "stop_token_ids[0] is 'a'"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has the key 'a'"),
         ({"logit_bias": {"1": "a"}}, "logit_bias[1]", "logit_bias[1] is 'a', limit [-100, 100]"),
+        (
+            {"logit_bias": {"5": 1, "05": 2}},
+            "logit_bias",
+            "logit_bias has token 5 twice, limit once",
+        ),
         ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]"),
         (
             {"response_format": {"type": "xml"}},
