@@ -44,7 +44,7 @@ from legato.protos import generation_pb2
 from legato.protos.tracing import Tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from legato.cluster.answer import Answer
     from legato.cluster.answer_life import Send
@@ -255,6 +255,21 @@ class Router:
             )
         with RequestRecord(self.meters, request, self._service_labels, trace) as record:
             await self._in_time(request, send, time_left_s, record, on_spec)
+
+    @contextlib.contextmanager
+    def reads(self, *, chat: bool) -> Iterator[None]:
+        """What is refused within, of a request that is not read yet, is counted as `generate` does;
+        `chat`: it is to be one.
+        """
+        try:
+            yield
+        except RequestError as error:
+            self.counters.count_error(error)
+            unread = generation_pb2.GenerateRequest()
+            if chat:
+                unread.messages.SetInParent()
+            with RequestRecord(self.meters, unread, self._service_labels):
+                raise
 
     async def _in_time(
         self,

@@ -87,32 +87,34 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
     @app.post("/v1/completions", openapi_extra=posts(CompletionFields, "Completion"))
     async def completions(request: Request) -> Response:
         """Completes text or tokens as they stand."""
-        fields = read_fields(await read_object(request), CompletionFields)
-        requests = completion_requests(fields)
-        return _generation(
-            router,
-            request,
-            fields,
-            requests,
-            TextForm(),
-            echo=bool(fields.echo),
-            logprobs=fields.logprobs is not None,
-        )
+        with router.reads(chat=False):
+            fields = read_fields(await read_object(request), CompletionFields)
+            requests = completion_requests(fields)
+            return _generation(
+                router,
+                request,
+                fields,
+                requests,
+                TextForm(),
+                echo=bool(fields.echo),
+                logprobs=fields.logprobs is not None,
+            )
 
     @app.post("/v1/chat/completions", openapi_extra=posts(ChatFields, "ChatCompletion"))
     async def chat_completions(request: Request) -> Response:
         """The next message of a chat."""
-        fields = read_fields(await read_object(request), ChatFields)
-        requests = [chat_request(fields)]
-        return _generation(
-            router,
-            request,
-            fields,
-            requests,
-            ChatForm(),
-            echo=False,
-            logprobs=bool(fields.logprobs),
-        )
+        with router.reads(chat=True):
+            fields = read_fields(await read_object(request), ChatFields)
+            requests = [chat_request(fields)]
+            return _generation(
+                router,
+                request,
+                fields,
+                requests,
+                ChatForm(),
+                echo=False,
+                logprobs=bool(fields.logprobs),
+            )
 
     add_page(app, router)
     describe(app, ChatFields, CompletionFields)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import re2
+from starlette.requests import ClientDisconnect
 
-from legato.cluster.errors import RequestError, invalid, shown
+from legato.cluster.errors import ClientGoneError, RequestError, invalid, shown
 from legato.cluster.gateway import MAX_REQUEST_BYTES
 from legato.cluster.http.error_response import BODY_TOO_LARGE, WRONG_MEDIA_TYPE, HttpError
 from legato.cluster.strict_json import parse_json
@@ -39,6 +40,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
     Raises:
         RequestError: it is too large, too slow, or no JSON object.
+        ClientGoneError: the client left before its end.
     """
     _check_kind(request)
     length = request.headers.get("content-length", "")
@@ -55,6 +57,8 @@ async def read_object(request: Request) -> dict[str, Any]:
             grpc.StatusCode.DEADLINE_EXCEEDED,
             f"the request's body did not come within {READ_TIMEOUT_S:g} s",
         ) from None
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
     _check_containers(body)
     try:
         value = parse_json(bytes(body), _WHAT)

@@ -78,8 +78,9 @@ def add_page(app: FastAPI, router: Router) -> None:
     @app.post("/page/chat", response_class=Response, openapi_extra=CHAT)
     async def chat(request: Request) -> Response:
         """Server-sent events: `tokens`, then `finish` with the way that the request took."""
-        body = await read_object(request)
-        asked = read_chat(body, has_template=router.text.has_chat_template)
+        with router.reads(chat=True):
+            body = await read_object(request)
+            asked = read_chat(body, has_template=router.text.has_chat_template)
         return LiveResponse(ChatRun(router, asked, request.headers).serve)
 
 

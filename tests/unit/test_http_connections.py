@@ -84,6 +84,49 @@ async def test_a_client_that_leaves_before_its_whole_answer_frees_everything() -
         await settled_within(service, GONE_BOUND_S)
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/page/chat"])
+async def test_a_client_that_leaves_within_its_body_is_nobodys_fault(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with http_service() as service:
+        host, port = service.service.router.http_address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            'content-length: 100\r\n\r\n{"prompt"'.encode()
+        )
+        await writer.drain()
+        await asyncio.sleep(0.1)  # the body is being read
+        writer.close()
+        await asyncio.sleep(0.1)
+        assert (await service.post(TEXT, **asked(1, prompt="hello"))).status_code == 200
+    assert caplog.records == []
+
+
+async def test_what_is_refused_of_a_body_is_counted_as_over_grpc() -> None:
+    async with http_service() as service:
+        wrong = (
+            (TEXT, asked(1, prompt="a", such_a_field=1), 400),
+            (TEXT, asked(1, prompt="a", temperature="1"), 400),
+            (TEXT, asked(100_000, prompt="a"), 400),  # by a rule of the router's
+            (TEXT, asked(1, prompt="a", model="other"), 404),
+            (CHAT, asked(1, messages=[]), 400),
+            (CHAT, asked(1, messages=[{"role": "user", "content": "a"}], tools=[{}]), 400),
+            ("/page/chat", {"messages": 3}, 400),
+        )
+        router = service.service.router
+        for path, fields, status in wrong:
+            assert (await service.post(path, **fields)).status_code == status
+        assert router.counters.refused == len(wrong)
+        assert (await service.post(TEXT, **asked(1, prompt="hello"))).status_code == 200
+        told = (await service.http.get("/metrics")).text
+    refused = f'{{outcome="refused",priority="interactive"}} {len(wrong):.1f}'
+    assert f"legato_requests_total{refused}" in told
+    assert 'legato_refusals_total{reason="invalid_field"} 6.0' in told
+    assert 'legato_refusals_total{reason="unknown_field"} 1.0' in told
+    assert 'legato_requests_total{outcome="completed",priority="interactive"} 1.0' in told
+
+
 async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
     async with http_service(decode=FakeWorker("decode", step_s=0.02, total_blocks=8)) as service:
         _, first = await open_stream(service, 12, prompt=LONG)
