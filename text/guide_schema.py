@@ -75,8 +75,15 @@ _OWN = "x-"  # of whoever reads the schema beside us
 _LLGUIDANCES = "x-guidance"
 # Where schemas stand in a schema: as values of a mapping, in a list, or alone.
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
-_PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems")
-_PARTS += ("additionalProperties",)
+_PARTS = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "prefixItems",
+    "items",
+    "additionalItems",
+    "additionalProperties",
+)
 
 
 def check_schema(field: str, text: str) -> int:
