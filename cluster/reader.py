@@ -63,22 +63,26 @@ class Reader:
         self, request: generation_pb2.GenerateRequest, limits: ModelLimits
     ) -> tuple[RequestSpec, list[Answer]]:
         """What is asked, validated and tokenised, and its answers so far. Raises RequestError."""
-        return await self._in_thread(self._read, request, limits, CALLER.get())
+        return await self.run(self._read, request, limits, CALLER.get())
 
     async def tokenize(
         self, request: generation_pb2.TokenizeRequest, limits: ModelLimits
     ) -> generation_pb2.TokenizeResponse:
         """What `read` would make of the same text or messages. Raises RequestError."""
-        return await self._in_thread(tokenize, request, self._text, limits)
+        return await self.run(tokenize, request, self._text, limits)
 
     async def detokenize(
         self, request: generation_pb2.DetokenizeRequest, limits: ModelLimits
     ) -> generation_pb2.DetokenizeResponse:
         """As the text of an answer. Raises RequestError."""
-        return await self._in_thread(detokenize, request, self._text, limits)
+        return await self.run(detokenize, request, self._text, limits)
 
-    async def _in_thread(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises RequestError where too many are read already, and what `read` raises."""
+    async def run(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In a thread.
+
+        Raises:
+            RequestError: too many are read already; and what `read` raises.
+        """
         if self._num_reading > self._most_waiting:
             raise self._refusal(
                 f"{self._num_reading} requests are read (limit {self._most_waiting})"

@@ -40,6 +40,8 @@ class _DoubleKeyError(Exception):
 
 
 def _without_doubles(pairs: list[tuple[str, object]]) -> None:
+    if len(dict(pairs)) == len(pairs):
+        return
     keys = set()
     for key, _ in pairs:
         if key in keys:

@@ -29,6 +29,7 @@ from legato.cluster.http.error_response import (
 from legato.cluster.http.front_door import FrontDoor
 from legato.cluster.http.generation import GenerationResponse
 from legato.cluster.http.openapi import describe, gets, posts
+from legato.cluster.http.posted import read_posted
 from legato.cluster.http.request_body import read_object
 from legato.cluster.http.shared_fields import read_fields
 from legato.cluster.page.routes import add_page
@@ -88,8 +89,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
     async def completions(request: Request) -> Response:
         """Completes text or tokens as they stand."""
         with router.reads(chat=False):
-            fields = read_fields(await read_object(request), CompletionFields)
-            requests = completion_requests(fields)
+            fields, requests = await read_posted(router, request, _completion)
             return _generation(
                 router,
                 request,
@@ -104,13 +104,12 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
     async def chat_completions(request: Request) -> Response:
         """The next message of a chat."""
         with router.reads(chat=True):
-            fields = read_fields(await read_object(request), ChatFields)
-            requests = [chat_request(fields)]
+            fields, asked = await read_posted(router, request, _chat)
             return _generation(
                 router,
                 request,
                 fields,
-                requests,
+                [asked],
                 ChatForm(),
                 echo=False,
                 logprobs=bool(fields.logprobs),
@@ -119,6 +118,18 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
     add_page(app, router)
     describe(app, ChatFields, CompletionFields)
     return app
+
+
+def _completion(
+    body: bytes,
+) -> tuple[CompletionFields, Sequence[generation_pb2.GenerateRequest]]:
+    fields = read_fields(read_object(body), CompletionFields)
+    return fields, completion_requests(fields)
+
+
+def _chat(body: bytes) -> tuple[ChatFields, generation_pb2.GenerateRequest]:
+    fields = read_fields(read_object(body), ChatFields)
+    return fields, chat_request(fields)
 
 
 def _generation(

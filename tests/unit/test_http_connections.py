@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from legato.cluster.config import RouterOptions
 from legato.cluster.http import idle_connections
 from legato.cluster.http import server as http_server
 from legato.cluster.http.server import HttpServer
+from legato.cluster.strict_json import parse_json
 
 if TYPE_CHECKING:
     from http_service import HttpService
@@ -125,6 +127,27 @@ async def test_what_is_refused_of_a_body_is_counted_as_over_grpc() -> None:
     assert 'legato_refusals_total{reason="invalid_field"} 6.0' in told
     assert 'legato_refusals_total{reason="unknown_field"} 1.0' in told
     assert 'legato_requests_total{outcome="completed",priority="interactive"} 1.0' in told
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/page/chat"])
+async def test_a_large_body_is_read_beside_the_event_loop(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a million ids, or of a hundred thousand keys, it takes half a second of a processor.
+    on_loop = []
+
+    def note(body: bytes, what: str) -> object:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return parse_json(body, what)
+
+    monkeypatch.setattr("legato.cluster.http.request_body.parse_json", note)
+    async with http_service(prefill=FakeWorker("prefill", total_blocks=400)) as service:
+        for size in (10, 70_000):
+            content = [{"role": "user", "content": "a" * size}]
+            fields = {"prompt": "a" * size} if path == TEXT else {"messages": content}
+            response = await service.post(path, max_tokens=2, **fields)
+            assert response.status_code == (200 if size == 10 else 400), response.text
+    assert on_loop == [True, False]
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
