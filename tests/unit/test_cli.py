@@ -205,7 +205,15 @@ def test_scale_sets_the_pools_named(run: Runner, service: CannedService, capsys:
 
 
 @pytest.mark.parametrize(
-    "words", [["decode"], ["decode=-1"], ["other=1"], ["decode=1", "decode=2"], ["decode=1025"]]
+    "words",
+    [
+        ["decode"],
+        ["decode=-1"],
+        ["other=1"],
+        ["decode=1", "decode=2"],
+        ["decode=1025"],
+        ["decode=" + "9" * 5000],
+    ],
 )
 def test_scale_refuses_what_is_no_target(
     run: Runner, service: CannedService, words: list[str]
