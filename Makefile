@@ -32,7 +32,7 @@ WITH_RAY := $(shell grep -lE "^from (served|ray_head|ray_nodes|kill_rig|router_r
 # environment says: every process of the tests would compile it anew.
 LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
   $(BIN)/python -u -m pytest --durations=20 --durations-min=5 $(2) 2>&1 | \
-  (trap "" INT; tee build/test-$(1).log | awk '{ print "$(1) | " $$0; fflush() }')
+  (trap "" INT; tee build/test-$(1).log | sed -u 's/^/$(1) | /')
 lane-%: SHELL := bash
 
 lane-unit:
