@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from router_service import FakeControl, Service, ask, collect, fake_router, unti
 from legato.cluster.config import RouterOptions
 from legato.cluster.http import idle_connections
 from legato.cluster.http import server as http_server
+from legato.cluster.http.rare_lines import RareLines
 from legato.cluster.http.server import HttpServer
 from legato.cluster.strict_json import parse_json
 
@@ -127,6 +129,37 @@ async def test_what_is_refused_of_a_body_is_counted_as_over_grpc() -> None:
     assert 'legato_refusals_total{reason="invalid_field"} 6.0' in told
     assert 'legato_refusals_total{reason="unknown_field"} 1.0' in told
     assert 'legato_requests_total{outcome="completed",priority="interactive"} 1.0' in told
+
+
+async def test_what_is_no_http_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with http_service() as service:
+        host, port = service.service.router.http_address.split(":")
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"\x80\x04\x95 no request\r\n\r\n")
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+    assert len([r for r in caplog.records if r.name == "uvicorn.error"]) <= 2
+
+
+def test_of_a_message_there_is_a_line_in_a_while_with_how_many_were_left_out() -> None:
+    now_s = [0.0]
+    lines = RareLines(now=lambda: now_s[0])
+
+    def written(text: str, level: int = logging.WARNING) -> str | None:
+        record = logging.LogRecord("a", level, "", 0, text, None, None)
+        return record.getMessage() if lines.filter(record) else None
+
+    assert [written("a"), written("a"), written("b"), written("a")] == ["a", None, "b", None]
+    assert [written("a", logging.ERROR)] * 2 == ["a", "a"]
+    now_s[0] = 10.0
+    assert [written("a"), written("a"), written("b")] == [
+        "a (2 more since the last such line)",
+        None,
+        "b",
+    ]
+    now_s[0] = 20.0
+    assert written("a") == "a (1 more since the last such line)"
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, "/page/chat"])
