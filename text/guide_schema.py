@@ -56,6 +56,7 @@ _REMARKS = frozenset(
         "$schema",
         "contentEncoding",
         "contentMediaType",
+        "contentSchema",
         "default",
         "definitions",
         "deprecated",
@@ -71,6 +72,13 @@ _REMARKS = frozenset(
         "xml",
     ]
 )
+# By what a `$schema` says: llguidance takes these for remarks then.
+_WITHOUT = {
+    "draft-04": frozenset(["const", "prefixItems"]),
+    "draft-06": frozenset(["prefixItems"]),
+    "draft-07": frozenset(["prefixItems"]),
+    "2019-09": frozenset(["prefixItems"]),
+}
 _OWN = "x-"  # of whoever reads the schema beside us
 _LLGUIDANCES = "x-guidance"
 # Where schemas stand in a schema: as values of a mapping, in a list, or alone.
@@ -119,14 +127,24 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_keywords(field: str, schema: object) -> None:
-    """At most MAX_DEPTH deep. What is of a wrong type is llguidance's to refuse."""
+def _check_keywords(field: str, schema: object, without: frozenset[str] = frozenset()) -> None:
+    """At most MAX_DEPTH deep. What is of a wrong type is llguidance's to refuse. `without`: rules
+    that the schema's draft does not have.
+    """
     if isinstance(schema, list):
         for part in schema:
-            _check_keywords(field, part)
+            _check_keywords(field, part, without)
     if not isinstance(schema, dict):
         return
+    draft = schema.get("$schema")
+    if isinstance(draft, str):
+        without = next((names for name, names in _WITHOUT.items() if name in draft), frozenset())
     for key in schema:
+        if key in without:
+            raise ValueError(
+                f"{field} has the keyword {shown(key)}, which its $schema has not, "
+                "limit those of 2020-12, or no $schema"
+            )
         if key in _RULES or key in _REMARKS:
             continue
         if key.startswith(_OWN) and key != _LLGUIDANCES:
@@ -137,9 +155,9 @@ def _check_keywords(field: str, schema: object) -> None:
     for name in _MAPPINGS:
         named = schema.get(name)
         for part in named.values() if isinstance(named, dict) else ():
-            _check_keywords(field, part)
+            _check_keywords(field, part, without)
     for name in _PARTS:
-        _check_keywords(field, schema.get(name))
+        _check_keywords(field, schema.get(name), without)
 
 
 def _num_repetitions(value: object) -> int:
