@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import time
 from contextlib import ExitStack, contextmanager
@@ -13,7 +15,7 @@ import typer
 from legato.cluster.cli.client_flags import chosen_access
 from legato.cluster.client_target import parse_addresses
 from legato.cluster.error_reasons import Reason
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +61,13 @@ def choose_address(address: str | None, port: int | None) -> str:
     except ValueError:
         raise typer.BadParameter(
             f"must be host:port, or several with commas between them, got {address!r}",
-            param_hint="--address",
+            param_hint=source_of("--address", "LEGATO_ADDRESS", address),
         ) from None
+
+
+def source_of(option: str, variable: str, value: str) -> str:
+    """Where a value that is wrong was read, for who has to mend it there."""
+    return variable if os.environ.get(variable) == value else option
 
 
 def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
@@ -200,6 +207,8 @@ def sentences(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT and error.details():
+            raise WrongInputError(_with_options(error.details() or "")) from error
         raise ServiceError(_sentence(error, address)) from error
 
 
@@ -209,6 +218,16 @@ def reason_of(error: grpc.RpcError) -> str:
     from legato.cluster.retry_policy import failure_of
 
     return error.reason if isinstance(error, CallFailedError) else failure_of(error).reason
+
+
+def _with_options(details: str) -> str:
+    """Fields of a request by the names of the options that they come from."""
+    named = re.sub(r"\b(?:sampling\.)?guide\.(?=json_schema|regex|choice)", "sampling.", details)
+    return re.sub(
+        r"\bsampling\.(\w+)(?:\.texts)?(?:\[\d+\])?",
+        lambda found: "--" + found[1].replace("_", "-"),
+        named,
+    )
 
 
 def _sentence(error: grpc.RpcError, address: str) -> str:
