@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from legato.cluster.cli.client_flags import secured
-from legato.cluster.errors import ServiceError
+from legato.cluster.cli.main import INTERRUPTED
+from legato.cluster.cli.variables import checks_variables
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+WRONG_USE = 2  # exit code: a wrong option, variable or line of a file
 # Typer shows these in a box of seven lines, and has no public name for all of them.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
@@ -52,7 +55,7 @@ def build_app(wanted: str | None = None) -> typer.Typer:
     app.callback(invoke_without_command=True, help=_help(_legato))(_legato)
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         command = getattr(import_module(f"legato.cluster.cli.{COMMANDS[name]}"), name)
-        app.command(name, help=_help(command))(secured(command))
+        app.command(name, help=_help(command))(checks_variables(secured(command)))
     return app
 
 
@@ -90,21 +93,27 @@ def _legato(
         print(context.get_help())
 
 
-def main() -> None:
-    """Runs the command line; one line on stderr and a non-zero code where something is wrong."""
+def load_app() -> Callable[[], int]:
+    """Of the command that was typed; it returns the exit code, and tells what is wrong itself."""
     completing = "_LEGATO_COMPLETE" in os.environ
     app = build_app(None if completing else next(iter(sys.argv[1:]), None))
+    return lambda: _run(app)
+
+
+def _run(app: typer.Typer) -> int:
     try:
         code = app(prog_name="legato", standalone_mode=False)
+    except WrongInputError as error:
+        return _fail(str(error), WRONG_USE)
     except ServiceError as error:
-        _fail(str(error), 1)
+        return _fail(str(error), 1)
     except typer.Abort:  # Ctrl-C
-        sys.exit(130)
+        return INTERRUPTED
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "legato"
-        _fail(f"{_sentence(error)} (see `{command} --help`)", 2)
-    sys.exit(code if isinstance(code, int) else 0)
+        return _fail(f"{_sentence(error)} (see `{command} --help`)", WRONG_USE)
+    return code if isinstance(code, int) else 0
 
 
 def _sentence(error: Exception) -> str:
@@ -115,10 +124,6 @@ def _sentence(error: Exception) -> str:
     return sentence if given in sentence else f"{sentence.rstrip('.')}, got {given}"
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> int:
     print(f"legato: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
+    return code

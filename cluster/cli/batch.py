@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from legato.cluster.cli.client_flags import chosen_access
+from legato.cluster.cli.client_flags import chosen_access, name_sources
 from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, source_of
 from legato.cluster.cli.status import ask_each
 from legato.cluster.errors import ServiceError, WrongInputError
@@ -167,7 +167,7 @@ async def _answer(
         access.check_urls(urls)
         verify = True if access.tls is None else access.tls.ssl_context()
     except ValueError as error:
-        raise ServiceError(str(error)) from error
+        raise WrongInputError(name_sources(str(error))) from error
     async with BatchEndpoint(
         urls, concurrency, deadline_s, access.token, verify=verify
     ) as endpoint:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from legato.cluster.cli.client_flags import chosen_access
+from legato.cluster.cli.client_flags import chosen_access, name_sources
 from legato.cluster.client_target import parse_addresses
 from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ServiceError, WrongInputError
@@ -120,7 +120,7 @@ def _channel(target: str, access: ClientAccess) -> grpc.Channel:
     try:
         return access.channel(target, CHANNEL_OPTIONS)
     except ValueError as error:
-        raise ServiceError(str(error)) from error
+        raise WrongInputError(name_sources(str(error))) from error
 
 
 def _is_greeted(channel: grpc.Channel) -> bool:
@@ -147,7 +147,7 @@ def connect_client(address: str) -> Iterator[Client]:
     try:
         client = Client(address, access=access)
     except ValueError as error:
-        raise ServiceError(str(error)) from error
+        raise WrongInputError(name_sources(str(error))) from error
     with sentences(address), client:
         _check_handshake(address.split(","), access)
         yield client
