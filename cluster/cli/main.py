@@ -20,11 +20,13 @@ def main() -> None:
     if sys.argv[1:2] not in (["serve"], ["demo"]):  # their workers' words are for whoever mends them
         # gRPC's C part writes lines of its own where a handshake fails, beside ours.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from legato.cluster.cli.app import load_app
+    try:
+        from legato.cluster.cli.app import load_app
 
-    app = load_app()
-    if quiet:
-        signal.signal(signal.SIGINT, before)
+        app = load_app()
+    finally:
+        if quiet:
+            signal.signal(signal.SIGINT, before)
     try:
         code = app()
     except KeyboardInterrupt:  # between the commands' own handling and here
