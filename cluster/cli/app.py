@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WRONG_USE = 2  # exit code: a wrong option, variable or line of a file
+# Of the library's that checks options, in the words that all other checks have.
+_WORDS = (
+    ("Input should be greater than or equal to", "must be at least"),
+    ("Input should be less than or equal to", "must be at most"),
+    ("Input should be a valid number, unable to parse string as a number", "must be a number"),
+    (
+        "Input should be a valid integer, unable to parse string as an integer",
+        "must be a whole number",
+    ),
+    ("Input should be", "must be"),
+    ("Value error, ", ""),
+)
 # Typer shows these in a box of seven lines, and has no public name for all of them.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
@@ -119,6 +131,8 @@ def _run(app: typer.Typer) -> int:
 def _sentence(error: Exception) -> str:
     """What is wrong, with the value that was given: Typer's own checks name the limit alone."""
     sentence = str(error.format_message() if hasattr(error, "format_message") else error)
+    for theirs, ours in _WORDS:
+        sentence = sentence.replace(theirs, ours)
     checks = getattr(error.__cause__, "errors", None)  # pydantic's
     given = repr(checks()[0]["input"]) if checks is not None else ""
     return sentence if given in sentence else f"{sentence.rstrip('.')}, got {given}"

@@ -229,7 +229,9 @@ def check_utf8(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes that are no UTF-8 come from a shell as surrogates
-        raise WrongInputError(f"{name} is no UTF-8 text, from character {error.start} on") from error
+        raise WrongInputError(
+            f"{name} is no UTF-8 text, from character {error.start} on"
+        ) from error
 
 
 def _as_dict(answer: Answer) -> dict[str, object]:

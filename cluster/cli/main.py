@@ -17,7 +17,10 @@ def main() -> None:
     quiet = before is signal.default_int_handler
     if quiet:
         signal.signal(signal.SIGINT, _leave)
-    if sys.argv[1:2] not in (["serve"], ["demo"]):  # their workers' words are for whoever mends them
+    if sys.argv[1:2] not in (
+        ["serve"],
+        ["demo"],
+    ):  # their workers' words are for whoever mends them
         # gRPC's C part writes lines of its own where a handshake fails, beside ours.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

@@ -53,8 +53,9 @@ LEGATO_KV_WIRE=bfloat16 legato config --config legato.yaml   # what is in force,
 ```
 
 - A key of the file that is no setting is refused, with the nearest right name, and so is, by every
-  command, a `LEGATO_` variable that means nothing to any of them; so is a value that is none. The message names the option, the variable, or file and line. An empty
-  variable counts as not set, and so does a key without a value.
+  command, a `LEGATO_` variable that means nothing to any of them; so is a value that is none. The
+  message names the option, the variable, or file and line. An empty variable counts as not set, and
+  so does a key without a value.
 - Values are read the same way wherever they stand: `no` in the file is what `no` is in a variable.
   A switch takes true, false, yes, no, on, off, 1 or 0.
 - The file has at most 64 KiB, two levels, no anchors and no aliases; no key may stand in it twice.

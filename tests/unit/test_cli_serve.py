@@ -135,7 +135,9 @@ def test_only_a_service_is_told_to_be_stopped(body: bytes, way_out: str) -> None
     with web_server(body) as port, pytest.raises(ServiceError) as raised:
         check_port("127.0.0.1", port)
     said = str(raised.value)
-    assert said.startswith(f"port {port} on 127.0.0.1 is in use; choose another with --port{way_out}")
+    assert said.startswith(
+        f"port {port} on 127.0.0.1 is in use; choose another with --port{way_out}"
+    )
     assert ("legato stop" in said) == bool(way_out)
 
 

@@ -54,7 +54,9 @@ def test_the_least_is_a_workers_own_block(model: Path, form: dict[str, str]) -> 
 
     least = shape.bytes_per_block
     check_room(model, [engine(least)])
-    with pytest.raises(WrongInputError, match=f"--kv-memory is {least - 1} bytes and .* {least} or"):
+    with pytest.raises(
+        WrongInputError, match=f"--kv-memory is {least - 1} bytes and .* {least} or"
+    ):
         check_room(model, [engine(least), engine(least - 1)])
 
 

@@ -249,6 +249,34 @@ def test_every_command_refuses_a_variable_that_means_nothing(
     assert run(monkeypatch, words[0], "--help") == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stop", "--drain", "nan"), "'--drain': must be at most 600, got 'nan' (see"),
+        (
+            ("generate", "a", "--max-tokens", "0"),
+            "'--max-tokens': must be at least 1, got '0' (see",
+        ),
+        (("generate", "a", "--top-k", "1.5"), "'--top-k': must be a whole number, got '1.5' (see"),
+        (("bench", "--rate", "x"), "'--rate': must be a number, got 'x' (see"),
+        (("config", "--model", ""), "--model: must not be empty: give folder, file or id (see"),
+        (
+            ("config", "--config", ""),
+            "'--config' (env var: 'LEGATO_CONFIG'): must not be empty: give the name of a YAML",
+        ),
+        (
+            ("config", "--config", "."),
+            "--config: .: is a folder; give the name of a YAML file (see",
+        ),
+    ],
+)
+def test_wrong_values_are_told_of_in_words_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: tuple[str, ...], said: str
+) -> None:
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err.startswith(f"legato: Invalid value for {said}")
+
+
 @pytest.mark.parametrize("words", [("status",), ("batch", "in", "-o", "out"), ("generate", "a")])
 def test_a_wrong_address_is_laid_to_the_variable_that_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: tuple[str, ...]
