@@ -52,6 +52,12 @@ class Lengths:
             return cls(1, int(found[3]), float(found[1]), float(found[2]))
         raise ValueError(f"must be {FORMS}, got {text!r}")
 
+    def __str__(self) -> str:
+        """In the form that `parse` reads."""
+        if self.sigma is not None:
+            return f"lognormal:{self.median:g}:{self.sigma:g}:{self.most}"
+        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+
     def quantile(self, share: float) -> int:
         """So many tokens that `share` in (0, 1) of the requests has at most as many."""
         assert 0 <= share <= 1

@@ -115,6 +115,7 @@ def bench(
         legato bench --trace traffic.jsonl --ttft-slo 0.5 --itl-slo 0.05 --json
     """
     from legato.bench.load.report import Slo, report
+    from legato.bench.load.warmup import Warmup
     from legato.bench.load.workload import LoadWorkload
 
     inputs, outputs, lines = read_traffic(input_tokens, output_tokens, trace)
@@ -122,12 +123,21 @@ def bench(
         raise typer.BadParameter("--num-requests or --duration says when it ends")
     try:
         workload = LoadWorkload(
-            inputs, outputs, lines, rate, concurrency, num_requests, duration, prefix_share, seed
+            inputs,
+            outputs,
+            lines,
+            rate,
+            concurrency,
+            num_requests,
+            duration,
+            prefix_share,
+            seed,
+            warmup=Warmup(warmup),
         )
     except ValueError as error:
         raise typer.BadParameter(f"{error} (--rate, --concurrency, or --trace with at_s)") from None
     samples, interrupted = _run(workload, choose_address(address, port), timeout, warmup)
-    figures = report(samples, Slo(ttft_slo, itl_slo), concurrency)
+    figures = report(samples, Slo(ttft_slo, itl_slo))
     if as_json:
         print(json.dumps({"interrupted": interrupted, **figures}))
     else:
@@ -163,19 +173,15 @@ async def _load(
     num_warmup: int,
     progress: BenchProgress,
 ) -> tuple[list[Sample], bool]:
-    from legato.bench.load.run import run_load
+    from legato.bench.load.grpc_target import GrpcTarget
+    from legato.bench.load.run import send_load
 
     stop = asyncio.Event()
-    with _interrupts_set(stop):
-        samples = await run_load(
-            workload,
-            open_targets(address),
-            chosen_access(),
-            timeout_s=timeout_s,
-            num_warmup=num_warmup,
-            stop=stop,
-            on_change=progress.take,
-        )
+    async with GrpcTarget(open_targets(address), chosen_access()) as target:
+        with _interrupts_set(stop):
+            samples = await send_load(
+                workload, target, timeout_s=timeout_s, stop=stop, on_change=progress.take
+            )
     return samples, stop.is_set()
 
 
