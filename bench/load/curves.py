@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Points = tuple[tuple[float, float], ...]
 
 MAX_POINTS = 240
-MAX_BINS = 120
+MAX_BINS = 60
 MIN_BIN_S = 0.1
 
 
@@ -26,7 +26,7 @@ class Curves:
     ttft: Points  # seconds, share of the requests that had it by then
     itl: Points  # seconds, share of the gaps in the window that are no longer
     tokens_per_s: Points  # time, rate until then
-    under_way: Points  # time, requests sent and not ended
+    under_way: Points  # time, requests sent and not ended, on average until then
     window: tuple[float, float] | None
 
 
@@ -38,26 +38,19 @@ def curves(samples: Sequence[Sample]) -> Curves:
     last_s = max(max(s.ended_s or s.sent_s, *s.token_times_s[-1:], s.sent_s) for s in samples)
     bin_s = max(MIN_BIN_S, (last_s - zero_s) / MAX_BINS)
     num_bins = int((last_s - zero_s) / bin_s) + 1
-    tokens, changes = [0] * num_bins, [0] * (num_bins + 1)
-
-    def place(at_s: float) -> int:
-        return min(num_bins - 1, max(0, int((at_s - zero_s) / bin_s)))
-
+    tokens, busy_s = [0] * num_bins, [0.0] * num_bins
     for sample in samples:
         for at_s in sample.token_times_s:
-            tokens[place(at_s)] += 1
-        changes[place(sample.sent_s)] += 1
-        if sample.ended_s is not None:
-            changes[place(sample.ended_s) + 1] -= 1
-    under_way, running = [], 0
-    for number in range(num_bins):
-        running += changes[number]
-        under_way.append((number * bin_s, float(running)))
+            tokens[min(num_bins - 1, int((at_s - zero_s) / bin_s))] += 1
+        begin_s, end_s = sample.sent_s - zero_s, (sample.ended_s or last_s) - zero_s
+        for number in range(int(begin_s / bin_s), min(num_bins - 1, int(end_s / bin_s)) + 1):
+            within_s = min(end_s, (number + 1) * bin_s) - max(begin_s, number * bin_s)
+            busy_s[number] += max(0.0, within_s)
     return Curves(
         ttft=_distribution([s.ttft_s for s in good]),
         itl=_distribution([] if window is None else window.gaps_s(samples)),
         tokens_per_s=tuple(((n + 1) * bin_s, count / bin_s) for n, count in enumerate(tokens)),
-        under_way=tuple(under_way),
+        under_way=tuple(((n + 1) * bin_s, busy / bin_s) for n, busy in enumerate(busy_s)),
         window=None if window is None else (window.begin_s - zero_s, window.end_s - zero_s),
     )
 

@@ -30,11 +30,13 @@ p { margin: 6px 0; overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .good { color: var(--good); } .bad { color: var(--bad); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 14px 16px; margin: 14px 0; overflow-x: auto; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
 .charts section { margin: 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 18px 3px 0; text-align: right; font-weight: 400; }
 th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+tr.part th:first-child { padding-left: 16px; color: var(--soft); }
+.pairs td { text-align: left; }
 thead th { color: var(--soft); border-bottom: 1px solid var(--line); }
 svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
 svg .grid { stroke: var(--line); } svg .mark { stroke: var(--soft); stroke-dasharray: 3 3; }
@@ -86,7 +88,8 @@ def _latencies(rows: Mapping[str, str], figures: Mapping[str, Any]) -> str:
         if spread is None:
             continue
         cells = "".join(f"<td>{duration(spread.get(rank))}</td>" for rank in _RANKS)
-        lines.append(f'<tr><th scope="row">{escape(name.strip())}</th>{cells}</tr>')
+        part = ' class="part"' if name.startswith(" ") else ""
+        lines.append(f'<tr{part}><th scope="row">{escape(name.strip())}</th>{cells}</tr>')
     if not lines:
         return '<p class="soft">nothing</p>'
     return f'<table><thead><tr><th scope="col"></th>{head}</tr></thead>{"".join(lines)}</table>'
@@ -124,4 +127,4 @@ def _pairs(settings: Mapping[str, Any]) -> str:
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>'
         for name, value in settings.items()
     )
-    return f"<table>{rows}</table>"
+    return f'<table class="pairs">{rows}</table>'

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WIDTH, HEIGHT = 520, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 20, 36
 _NUM_TICKS = 5
 
 
@@ -71,7 +71,7 @@ class SvgChart:
                 x, top = place(value, end_y)
                 parts.append(
                     f'<path class="mark" d="M{x} {top}V{HEIGHT - _BOTTOM}"/>'
-                    f'<text x="{x + 3}" y="{top + 10}">{escape(name)}</text>'
+                    f'<text x="{x + 4}" y="{HEIGHT - _BOTTOM - 6}">{escape(name)}</text>'
                 )
         for line in self.lines:
             if line.points:
@@ -80,7 +80,7 @@ class SvgChart:
         parts.append(
             f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">'
             f"{escape(self.x_label)}</text>"
-            f'<text x="{_LEFT + 4}" y="{_TOP + 8}">{escape(self.y_label)}</text></svg>'
+            f'<text x="{_LEFT}" y="{_TOP - 8}">{escape(self.y_label)}</text></svg>'
         )
         return "".join(parts)
 

@@ -44,6 +44,7 @@ class FakeOpenAi:
     last: Fields = field(default_factory=dict)  # besides, in the last chunk
     status: int = 200  # of all answers but the greeting's
     cut_after: int | None = None  # chunks, then the connection ends
+    end_after: int | None = None  # chunks, then the stream ends as if that were all
     error_after: int | None = None  # chunks, then an event with an error
     metrics: list[str] = field(default_factory=list)  # one text for each time it is asked
     asked: list[Fields] = field(default_factory=list)  # bodies of what was answered
@@ -120,6 +121,8 @@ class FakeOpenAi:
             count = min(self.tokens_per_chunk, total - done)
             if not is_greeting and num_chunks == self.cut_after:
                 raise ConnectionResetError
+            if not is_greeting and num_chunks == self.end_after:
+                break
             if not is_greeting and num_chunks == self.error_after:
                 _chunk(writer, {"error": {"message": "the worker is gone"}})
                 break

@@ -272,8 +272,10 @@ def test_curves_are_those_of_the_samples() -> None:
     bins = [b[0] - a[0] for a, b in zip(shape.tokens_per_s, shape.tokens_per_s[1:], strict=False)]
     tokens = sum(rate * bins[0] for _, rate in shape.tokens_per_s)
     assert tokens == pytest.approx(7 * 2 * 4)
-    assert max(count for _, count in shape.under_way) == 2
-    assert shape.under_way[-1][1] == 2  # they end in it
+    # Two streams that are busy for 1.5 s of each 2 s.
+    busy = [count * bins[0] for _, count in shape.under_way]
+    assert sum(busy) == pytest.approx(2 * 7 * 1.5)
+    assert max(count for _, count in shape.under_way) == pytest.approx(2)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ async def test_times_of_a_slow_stream_are_those_of_the_client() -> None:
     [
         (FakeOpenAi(fields=ALL, status=503), "HTTP 503", "not now"),
         (FakeOpenAi(fields=ALL, cut_after=2), "INCOMPLETE", ""),
+        (FakeOpenAi(fields=ALL, end_after=2), "INCOMPLETE", "without finish_reason or [DONE]"),
         (FakeOpenAi(fields=ALL, error_after=2), "STREAM_ERROR", "the worker is gone"),
         (FakeOpenAi(fields=ALL, chunk_s=1.0), "DEADLINE_EXCEEDED", "within 1.2 s"),
     ],

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import random
 import statistics
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -249,3 +250,18 @@ async def test_a_trace_has_its_warm_up_in_itself() -> None:
     workload = LoadWorkload(None, None, lines, warmup=Warmup(2))
     samples = await send_load(workload, Instant(), timeout_s=5)
     assert [s.is_warmup for s in samples] == [True, True, False, False, False]
+
+
+async def test_a_client_that_is_late_has_its_lateness_in_the_latencies() -> None:
+    class Busy(Instant):
+        def request(self, workload: LoadWorkload, planned: Planned) -> int:
+            time.sleep(0.05)  # nothing else goes on meanwhile
+            return planned.number
+
+    workload = LoadWorkload(FOUR, THREE, rate_per_s=1000.0, num_requests=8, arrivals=Arrivals(0))
+    samples = await send_load(workload, Busy(), timeout_s=5)
+    due = [sample.due_s - samples[0].due_s for sample in samples]
+    assert due == pytest.approx([0.001 * n for n in range(8)])
+    assert samples[7].ttft_s > 8 * 0.05 - 0.008
+    figures: Any = report(samples, NO_SLO)
+    assert figures["sent_late_s"]["max"] > 0.39
