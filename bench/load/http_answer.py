@@ -18,7 +18,7 @@ BY_IDS, BY_USAGE, BY_TOTAL, BY_CHUNKS = (
 _TIMES_MS = (
     ("timings", "prompt_ms", "prefill_model_s"),  # llama.cpp
     ("timings", "predicted_ms", "decode_model_s"),
-    ("metrics", "queue_time_ms", "queue_s"),  # vLLM, with --enable-per-request-metrics
+    ("metrics", "queue_time_ms", "queue_s"),  # vLLM, where they are enabled
     ("metrics", "time_to_first_token_ms", "prefill_s"),
     ("metrics", "generation_time_ms", "decode_s"),
 )

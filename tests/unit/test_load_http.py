@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_openai import FakeOpenAi, openai_at
+from http_service import http_service
 
 from legato.bench.load.event_stream import EventStream
 from legato.bench.load.http_target import HttpTarget
@@ -34,8 +35,15 @@ def load(prompt: str = "40", answer: str = "6", **settings: Any) -> LoadWorkload
 async def measured(
     server: FakeOpenAi, workload: LoadWorkload | None = None, timeout_s: float = 20
 ) -> tuple[list[Sample], Served, dict[str, Any]]:
-    async with openai_at(server) as url, HttpTarget([url]) as target:
-        samples = await send_load(workload or load(), target, timeout_s=timeout_s)
+    async with openai_at(server) as url:
+        return await measured_at(url, workload or load(), timeout_s)
+
+
+async def measured_at(
+    url: str, workload: LoadWorkload, timeout_s: float = 20
+) -> tuple[list[Sample], Served, dict[str, Any]]:
+    async with HttpTarget([url]) as target:
+        samples = await send_load(workload, target, timeout_s=timeout_s)
         figures: Any = report(samples, Slo(), await target.server_times(samples))
         return samples, target.served, figures
 
@@ -237,3 +245,13 @@ async def test_a_load_of_many_streams_goes_on_at_once() -> None:
     samples, _, _ = await measured(server, load(answer="3", concurrency=20, num_requests=20))
     assert all(s.ok for s in samples)
     assert time.monotonic() - began_s < 3
+
+
+async def test_legatos_own_http_is_a_target_too_and_its_metrics_tell_its_times() -> None:
+    async with http_service() as http:
+        _, served, figures = await measured_at(http.url, load(prompt="8", answer="4"))
+    assert (served.prompts, served.protocol, served.notes) == ("token ids", "/v1/completions", ())
+    assert figures["ok"] == 4
+    assert figures["messages"]["tokens_counted_by"] == "usage in each chunk"
+    for name in ("queue_s", "prefill_s", "prefill_model_s", "handoff_s", "decode_s", "delivery_s"):
+        assert figures["server"][name]["count"] == 4, name
