@@ -94,7 +94,7 @@ def bench(
 
         legato bench --trace traffic.jsonl --ttft-slo 0.5 --itl-slo 0.05 --html report.html
 
-        legato bench --url http://host:8000 --rate 2 --duration 60 --input-tokens 64 --output-tokens 9
+        legato bench --url http://host:80 --rate 2 --duration 60 --input-tokens 64 --output-tokens 9
     """
     from legato.bench.load.arrivals import Arrivals
     from legato.bench.load.slo import Slo
