@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SOURCE = (
     "/metrics, of all requests between the greeting and the end of the load, whoever sent them; "
-    "percentiles estimated from buckets"
+    "percentiles estimated from buckets and mean"
 )
 _PHASES = ("queue", "ticket", "prefill", "handoff", "decode", "delivery")
 # By Timings' names: histogram, and the label that it must have. Legato's, else vLLM's.
@@ -84,7 +84,12 @@ class ServerMetrics:
                 continue
             mean = (self._sums[name] - before._sums.get(name, 0.0)) / total
             spreads[name] = {
-                **{rank: round(_quantile(counts, share), 6) for rank, share in _RANKS.items()},
+                # Buckets may be far wider than what is in them; no more than 1 - share of values
+                # that are not negative can lie beyond mean / (1 - share).
+                **{
+                    rank: round(min(_quantile(counts, share), mean / (1 - share)), 6)
+                    for rank, share in _RANKS.items()
+                },
                 "mean": round(mean, 6),
                 "count": int(total),
             }

@@ -16,6 +16,7 @@ from legato.bench.load.prompt_text import WORDS, PromptText, text_of
 from legato.bench.load.report import Slo, report
 from legato.bench.load.run import send_load
 from legato.bench.load.sample import Sample
+from legato.bench.load.server_metrics import ServerMetrics
 from legato.bench.load.workload import LoadWorkload, Planned
 from legato.cluster.client_access import ClientAccess
 from legato.cluster.errors import ServiceError
@@ -167,6 +168,13 @@ async def test_metrics_tell_what_came_between_two_looks() -> None:
     assert (queue["mean"], queue["count"]) == (0.15, 10)
     assert queue["p50"] == pytest.approx(0.15)
     assert queue["p90"] == pytest.approx(0.19)
+
+
+def test_a_wide_bucket_does_not_stretch_what_the_mean_says() -> None:
+    looks = [ServerMetrics.parse([phases(*told)]) for told in ((0, 0.4), (10, 0.41))]
+    queue = looks[1].since(looks[0])["queue_s"]
+    assert queue is not None
+    assert (queue["mean"], queue["p50"], queue["p90"]) == (0.001, 0.002, 0.01)
 
 
 async def test_a_server_that_says_nothing_of_itself_is_said_to() -> None:
