@@ -30,11 +30,12 @@ p { margin: 6px 0; overflow-wrap: anywhere; } .soft { color: var(--soft); }
 .good { color: var(--good); } .bad { color: var(--bad); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 14px 16px; margin: 14px 0; overflow-x: auto; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 14px; }
-.charts section { margin: 0; }
+.charts { display: grid; gap: 14px;
+  grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); }
+.charts section { margin: 0; min-width: 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 18px 3px 0; text-align: right; font-weight: 400; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+th, td { padding: 3px 18px 3px 0; text-align: right; font-weight: 400; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
 tr.part th:first-child { padding-left: 16px; color: var(--soft); }
 .pairs td { text-align: left; }
 thead th { color: var(--soft); border-bottom: 1px solid var(--line); }
@@ -105,13 +106,13 @@ def _server(server: Mapping[str, Any]) -> str:
 def _charts(figures: Mapping[str, Any], run: Curves) -> str:
     goodput = figures["goodput"]
     charts = []
-    for title, label, points, target in (
-        ("Time to first token", "seconds", run.ttft, goodput["ttft_slo_s"]),
-        ("Inter-token latency, in the window", "seconds", run.itl, goodput["itl_slo_s"]),
+    for title, points, target, name in (
+        ("Time to first token", run.ttft, goodput["ttft_slo_s"], "target"),
+        ("Inter-token latency, in the window", run.itl, goodput["itl_slo_s"], "target of means"),
     ):
         percents = [(x, 100 * y) for x, y in points]
-        marks = [] if target is None else [(target, "target")]
-        chart = SvgChart(title, label, "% that had it", [Line(percents, "one")], marks=marks)
+        marks = [] if target is None else [(target, name)]
+        chart = SvgChart(title, "seconds", "% that had it", [Line(percents, "one")], marks=marks)
         charts.append(_section(title, chart.svg()))
     for title, points, look in (
         ("Output tokens per second; the window is shaded", run.tokens_per_s, "one"),

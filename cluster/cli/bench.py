@@ -197,7 +197,9 @@ def _write(run: BenchRun, figures: dict[str, Any], plot: Path | None, html: Path
         if plot is not None:
             from legato.bench.load.plot import draw
 
-            draw(plot, f"{run.served.model}: {figures['verdict']['text']}", shown)
+            draw(
+                plot, f"{run.served.model or run.served.where}: {figures['verdict']['text']}", shown
+            )
     except OSError as error:
         raise ServiceError(f"{error.filename!r} cannot be written: {error.strerror}") from error
 

@@ -38,7 +38,7 @@ class FakeOpenAi:
     overhead: int = 0  # tokens of a prompt beyond its words
     usage: str = "chunk"  # "chunk", "end" or "never"
     tokens_per_chunk: int = 1
-    first_s: float = 0.0
+    first_s: float = 0.0  # as chunk_s, without the greeting's
     chunk_s: float = 0.0
     most_tokens: int = 1000  # of an answer: then comes EOS
     last: Fields = field(default_factory=dict)  # besides, in the last chunk
@@ -109,14 +109,14 @@ class FakeOpenAi:
         self.asked.append(asked)
         chat = "messages" in asked
         _head(writer, 200, "content-type: text/event-stream\r\ntransfer-encoding: chunked")
-        await asyncio.sleep(self.first_s)
+        await asyncio.sleep(0 if is_greeting else self.first_s)
         if chat:
             delta = {"role": "assistant", "content": ""}
             _chunk(writer, {"choices": [{"delta": delta, "finish_reason": None}]})
         total = min(asked["max_tokens"], self.most_tokens)
         options = asked.get("stream_options", {})
         for num_chunks, done in enumerate(range(0, total, self.tokens_per_chunk)):
-            if num_chunks:
+            if num_chunks and not is_greeting:
                 await asyncio.sleep(self.chunk_s)
             count = min(self.tokens_per_chunk, total - done)
             if not is_greeting and num_chunks == self.cut_after:
