@@ -47,6 +47,8 @@ class FakeOpenAi:
     end_after: int | None = None  # chunks, then the stream ends as if that were all
     error_after: int | None = None  # chunks, then an event with an error
     metrics: list[str] = field(default_factory=list)  # one text for each time it is asked
+    running: int = 0  # answers now, and the most at once
+    most: int = 0
     asked: list[Fields] = field(default_factory=list)  # bodies of what was answered
     heads: list[bytes] = field(default_factory=list)
 
@@ -80,7 +82,12 @@ class FakeOpenAi:
             text = self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
             _whole(writer, 200, text.encode())
         elif path in self.paths and method == "POST":
-            await self._stream(json.loads(body), writer)
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                await self._stream(json.loads(body), writer)
+            finally:
+                self.running -= 1
         else:
             raise RefusedError(404, "no such route")
 

@@ -18,6 +18,7 @@ import pytest
 from fake_generation import FakeGeneration, serving
 from fake_openai import FakeOpenAi, openai_at
 from rich.console import Console
+from router_service import until
 
 from legato.bench.load.curves import curves
 from legato.bench.load.html_report import html_report
@@ -32,21 +33,24 @@ from legato.cluster.cli.main import main
 from legato.plan.lengths import Lengths
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 LENGTHS = ("--input-tokens", "4", "--output-tokens", "3")
 EVIL = "<script>alert('x')</script> & [red]"
 
 
-async def command(*words: str, interrupt_after_s: float = 0) -> tuple[int, str, str]:
+async def command(
+    *words: str, interrupt_when: Callable[[], bool] | None = None
+) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "legato.cluster.cli.main", "bench", *words),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "120"},
     )
-    if interrupt_after_s:
-        await asyncio.sleep(interrupt_after_s)
+    if interrupt_when is not None:
+        await until(interrupt_when, 60)
         process.send_signal(signal.SIGINT)
     out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
@@ -125,9 +129,10 @@ async def test_failures_leave_no_verdict() -> None:
 
 
 async def test_an_interrupted_command_prints_what_it_has() -> None:
-    async with serving(FakeGeneration(token_s=0.02)) as address:
+    service = FakeGeneration(token_s=0.02)
+    async with serving(service) as address:
         load = ("--address", address, *LENGTHS, "--rate", "20", "--duration", "100", "--json")
-        code, out, err = await command(*load, interrupt_after_s=3)
+        code, out, err = await command(*load, interrupt_when=lambda: service.num_calls > 20)
     told = json.loads(out)
     assert code == 130
     assert told["interrupted"]

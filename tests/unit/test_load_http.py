@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,7 @@ async def test_a_server_that_takes_everything_is_asked_for_ids_and_counts_by_chu
         # Three at once, then three that share the time since.
         gaps = sample.gaps_s
         assert gaps[:2] == [0.0, 0.0]
-        assert sum(gaps[2:]) == pytest.approx(0.06, abs=0.05)
+        assert sum(gaps[2:]) > 0.055
         assert gaps[2] == pytest.approx(gaps[4])
         [message_gap] = [b - a for a, b in pairwise(sample.message_times_s)]
         assert message_gap == pytest.approx(sum(gaps[2:]))
@@ -114,8 +113,10 @@ async def test_times_of_a_slow_stream_are_those_of_the_client() -> None:
     server = FakeOpenAi(fields=ALL, first_s=0.2, chunk_s=0.05)
     samples, _, _ = await measured(server, load(concurrency=1, num_requests=2))
     for sample in samples:
-        assert sample.ttft_s == pytest.approx(0.2, abs=0.1)
-        assert sample.token_mean_s == pytest.approx(0.05, abs=0.03)
+        # As slow as it is, and not so slow as a client that waits for the whole answer.
+        assert 0.19 < sample.ttft_s < sample.e2e_s - 0.2
+        assert sample.token_mean_s is not None
+        assert 0.045 < sample.token_mean_s < 1.0
 
 
 @pytest.mark.parametrize(
@@ -248,11 +249,10 @@ def test_an_event_without_end_is_refused() -> None:
 
 
 async def test_a_load_of_many_streams_goes_on_at_once() -> None:
-    server = FakeOpenAi(fields=ALL, chunk_s=0.1)
-    began_s = time.monotonic()
-    samples, _, _ = await measured(server, load(answer="3", concurrency=20, num_requests=20))
+    server = FakeOpenAi(fields=ALL, chunk_s=0.2)
+    samples, _, _ = await measured(server, load(answer="4", concurrency=20, num_requests=20))
     assert all(s.ok for s in samples)
-    assert time.monotonic() - began_s < 3
+    assert server.most == 20
 
 
 async def test_legatos_own_http_is_a_target_too_and_its_metrics_tell_its_times() -> None:
