@@ -8,13 +8,14 @@ import itertools
 import json
 import random
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import httpx2
 
 from legato.bench.load.event_stream import EventStream
 from legato.bench.load.http_answer import HttpAnswer, ServerError
 from legato.bench.load.http_form import TEXT_PATH, HttpForm, forms
+from legato.bench.load.http_models import choose_model
 from legato.bench.load.prompt_text import WORDS, PromptText, text_of
 from legato.bench.load.sample import INCOMPLETE, Sample
 from legato.bench.load.server_metrics import SOURCE, ServerMetrics
@@ -34,7 +35,6 @@ CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 10.0
 GREETING_TIMEOUT_S = 60.0
 MAX_ERROR_BYTES = 4096
-MAX_SHOWN_MODELS = 8
 # Token ids that a prompt may have: the largest of these that the server takes. Its vocabulary is
 # not told; those of nearly all models are larger than the first.
 _ID_LIMITS = (30_000, 8192, 1000, 256)
@@ -84,7 +84,8 @@ class HttpTarget:
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
         try:
-            context_length = await self._ask_model()
+            asked = choose_model(self._client, self._urls[0], self._model)
+            self._model, context_length = await asked
             await self._find_form()
             notes = self._form.notes + await self._measure_text()
             self._served = Served(
@@ -174,35 +175,6 @@ class HttpTarget:
                     else:
                         answer.take(json.loads(event), now_s)
             answer.end(time.monotonic())
-
-    async def _ask_model(self) -> int | None:
-        """Chooses the model, and returns its context's length where that is told."""
-        url = self._urls[0]
-        try:
-            response = await self._client.get(f"{url}/v1/models", timeout=ASK_TIMEOUT_S)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ServiceError(
-                f"no server answers at {url} ({str(error) or type(error).__name__}); say where it "
-                "is with --url"
-            ) from error
-        if response.status_code in (401, 403):
-            raise ServiceError(f"{url} asks for a token: --token-file, or LEGATO_TOKEN")
-        models: list[dict[str, Any]] = []
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if response.status_code == 200:
-                models = [m for m in response.json()["data"] if isinstance(m["id"], str)]
-        names = [model["id"] for model in models]
-        if not self._model:
-            if len(names) != 1:
-                shown = ", ".join(names[:MAX_SHOWN_MODELS]) or "no model"
-                raise ServiceError(f"{url}/v1/models names {shown}; say which one with --model")
-            self._model = names[0]
-        if names and self._model not in names:
-            shown = ", ".join(names[:MAX_SHOWN_MODELS])
-            raise ServiceError(f"--model {self._model!r} is not served at {url}, which has {shown}")
-        chosen = next((model for model in models if model["id"] == self._model), {})
-        length = chosen.get("max_model_len")
-        return length if isinstance(length, int) else None
 
     async def _find_form(self) -> None:
         """The first form that the server takes, and which ids."""
