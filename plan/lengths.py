@@ -45,10 +45,10 @@ class Lengths:
             ValueError: it is none, or out of range.
         """
         words = text.strip()
-        if found := re.fullmatch(r"(\d{1,10})(?:\.\.(\d{1,10}))?", words):
+        if found := re.fullmatch(r"([0-9]{1,10})(?:\.\.([0-9]{1,10}))?", words):
             return cls(int(found[1]), int(found[2] or found[1]))
-        number = r"(\d{1,10}(?:\.\d{1,6})?)"
-        if found := re.fullmatch(rf"lognormal:{number}:{number}:(\d{{1,10}})", words):
+        number = r"([0-9]{1,10}(?:\.[0-9]{1,6})?)"
+        if found := re.fullmatch(rf"lognormal:{number}:{number}:([0-9]{{1,10}})", words):
             return cls(1, int(found[3]), float(found[1]), float(found[2]))
         raise ValueError(f"must be {FORMS}, got {text!r}")
 

@@ -37,7 +37,7 @@ class Arrivals:
         word = text.strip()
         if word in ("poisson", "constant"):
             return cls(1.0 if word == "poisson" else 0.0)
-        if found := re.fullmatch(r"gamma:(\d{1,6}(?:\.\d{1,6})?)", word):
+        if found := re.fullmatch(r"gamma:([0-9]{1,6}(?:\.[0-9]{1,6})?)", word):
             cv = float(found[1])
             if not MIN_CV <= cv <= MAX_CV:
                 raise ValueError(f"CV must be in [{MIN_CV:g}, {MAX_CV:g}], got {cv:g}")

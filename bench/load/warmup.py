@@ -41,9 +41,9 @@ class Warmup:
         Raises:
             ValueError: it is neither, or out of range.
         """
-        if found := re.fullmatch(r"(\d{1,9})", text.strip()):
+        if found := re.fullmatch(r"([0-9]{1,9})", text.strip()):
             return cls(num_requests=int(found[1]))
-        if found := re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)s", text.strip()):
+        if found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)s", text.strip()):
             return cls(seconds=float(found[1]))
         raise ValueError(f"must be requests, such as 20, or seconds, such as 10s, got {text!r}")
 

@@ -17,11 +17,11 @@ SERVER_ROWS = {
     "queue": "queue_s",
     "ticket": "ticket_s",
     "prefill": "prefill_s",
-    "  the model alone": "prefill_model_s",
+    "  prefill, the model alone": "prefill_model_s",
     "hand-off": "handoff_s",
     "  the KV's way, from prefill on": "kv_transfer_s",
     "decode": "decode_s",
-    "  its model alone": "decode_model_s",
+    "  decode, the model alone": "decode_model_s",
     "delivery": "delivery_s",
 }
 _LATE_S = 0.01  # a client that is so late is busy itself
