@@ -1,0 +1,38 @@
+"""simulate: one service under one traffic, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from legato.plan.simulation.arrivals import draw_arrivals
+from legato.plan.simulation.cluster import SimulatedCluster
+from legato.plan.simulation.result import make_result
+from legato.plan.simulation.virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    from legato.plan.simulation.result import Result
+    from legato.plan.simulation.setup import Run, SimulatedService
+    from legato.plan.targets import Targets
+    from legato.plan.traffic import Traffic
+
+
+def simulate(
+    service: SimulatedService, traffic: Traffic, run: Run, targets: Targets | None = None
+) -> Result:
+    """What the clients feel, and how busy everything is. Not to be called where an event loop runs.
+
+    Raises:
+        ValueError: the traffic counts on cached prefixes, which simulated prompts do not have.
+    """
+    if traffic.prefix_share:
+        raise ValueError("prefixes in common are not simulated: leave prefix_share at 0")
+    arrivals = draw_arrivals(traffic, run.num_requests, run.seed)
+
+    async def main() -> Result:
+        cluster = SimulatedCluster(service, run, arrivals)
+        await cluster.run()
+        return make_result(cluster, run, traffic, targets)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main())
