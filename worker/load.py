@@ -25,8 +25,8 @@ def worker_load(
     now_s: float,
 ) -> common_pb2.WorkerLoad:
     """Gauges and counters; steps are of the worker's role, a colocated one's decode's, and prompt
-    tokens are prefill's. `swap`: of the slots in the host's memory; None: there are none. `now_s`: on
-    the engine's clock.
+    tokens are prefill's. `swap`: of the slots in the host's memory; None: there are none.
+    `now_s`: of the engine's clock.
     """
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,

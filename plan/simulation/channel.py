@@ -37,8 +37,8 @@ class SimulatedAccess(InternalAccess):
 
     def channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
         """To the worker of that id."""
-        made = _Channel(address, self.workers[address], self.num_blocks, self.block_size)
-        return made  # type: ignore[return-value]  # what a WorkerView uses of one
+        worker = self.workers[address]
+        return _Channel(address, worker, self.num_blocks, self.block_size)  # type: ignore[return-value]  # what a WorkerView uses of one
 
 
 class _Channel:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from legato.plan.simulation.arrivals import Arrival
     from legato.plan.simulation.setup import Run, SimulatedService
+    from legato.plan.targets import Targets
 
 START_S = 1.0  # until all routers know all workers, and requests begin to come
 
@@ -28,13 +29,23 @@ START_S = 1.0  # until all routers know all workers, and requests begin to come
 class SimulatedCluster:
     """To be made within a `VirtualLoop`."""
 
-    def __init__(self, service: SimulatedService, run: Run, arrivals: Sequence[Arrival]) -> None:
+    def __init__(
+        self,
+        service: SimulatedService,
+        run: Run,
+        arrivals: Sequence[Arrival],
+        gives_up_by: Targets | None = None,
+    ) -> None:
+        """`gives_up_by`: ends once the TTFT target of these is missed for certain."""
         self.service = service
         self._arrivals = arrivals
         self._first, self._end = run.first_measured, run.end_measured
         self.measures = Measures(
             START_S + arrivals[self._first].at_s, START_S + arrivals[self._end].at_s
         )
+        if gives_up_by is not None:
+            allowed = (1 - gives_up_by.percent / 100) * (self._end - self._first)
+            self.measures.watch_ttft(gives_up_by.ttft_s, allowed)
         self.links = Links(service.link_bytes_per_s, self.measures)
         table = StepTable(service.times, random.Random(run.seed))
         computing, decoding = PoolBusy(service.num_prefill), PoolBusy(service.num_decode)
@@ -62,6 +73,24 @@ class SimulatedCluster:
             await router.begin(list(access.workers))
         assert loop.time() <= START_S, "workers tell of themselves at once"
         tasks: set[asyncio.Task[None]] = set()
+        clients = loop.create_task(self._send(routers, tasks))
+        missed = loop.create_task(self.measures.ttft_missed.wait())
+        await asyncio.wait({clients, missed}, return_when=asyncio.FIRST_COMPLETED)
+        if clients.done():
+            clients.result()
+        for worker in self.decode.values():
+            worker.note_usage()
+        for task in (clients, missed, *tasks):
+            task.cancel()
+        await asyncio.gather(clients, missed, *tasks, return_exceptions=True)
+        for router in routers:
+            await router.end()
+
+    async def _send(
+        self, routers: Sequence[SimulatedRouter], tasks: set[asyncio.Task[None]]
+    ) -> None:
+        """Sends all requests; returns when every one that is measured has ended."""
+        loop = asyncio.get_running_loop()
         watched: list[asyncio.Task[None]] = []
         for arrival in self._arrivals:
             await asyncio.sleep(max(0.0, START_S + arrival.at_s - loop.time()))
@@ -76,10 +105,3 @@ class SimulatedCluster:
                 watched.append(task)
         for task in watched:
             await task  # what went wrong in it is raised here
-        for worker in self.decode.values():
-            worker.note_usage()
-        for task in tuple(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for router in routers:
-            await router.end()

@@ -8,7 +8,7 @@ _STEP = math.log(1.005)
 
 
 class Histogram:
-    """Bins that are each 0.5 % wider than the one before; the middle of one stands for its values."""
+    """Each bin is 0.5 % wider than the one before; its middle stands for its values."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}

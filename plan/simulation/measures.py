@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Measures:
         self._e2es: list[list[float]] = [[] for _ in range(NUM_BATCHES)]
         self.num_refused = 0
         self.num_tokens = 0
+        self.ttft_missed = asyncio.Event()
+        self._late_after_s, self._late_left = math.inf, math.inf
+
+    def watch_ttft(self, target_s: float, num_late: float) -> None:
+        """Says `ttft_missed` once more than so many first tokens took longer than that."""
+        self._late_after_s, self._late_left = target_s, num_late
 
     def measured_s(self, began_s: float, ended_s: float) -> float:
         """Of that time, what is measured."""
@@ -60,6 +67,10 @@ class Measures:
     def note_first(self, arrived_s: float, seconds: float) -> None:
         """Of a measured request the first token came."""
         self._ttfts[bisect_right(self._edges, arrived_s)].append(seconds)
+        if seconds > self._late_after_s:
+            self._late_left -= 1
+            if self._late_left < 0:
+                self.ttft_missed.set()
 
     def note_end(self, arrived_s: float, seconds: float) -> None:
         """Of a measured request the last token came."""
@@ -84,9 +95,7 @@ class Measures:
 
     def ttft_mean(self) -> Estimate:
         """Of those that were served."""
-        return _of_lists(
-            [[v for v in values if v < math.inf] for values in self._ttfts], _mean
-        )
+        return _of_lists([[v for v in values if v < math.inf] for values in self._ttfts], _mean)
 
     def itl(self, percent: float) -> Estimate:
         """Of all gaps between tokens."""
@@ -97,9 +106,7 @@ class Measures:
         return Estimate(together.percentile(percent), _half_width(parts))
 
 
-def _of_lists(
-    parts: Sequence[list[float]], figure: Callable[[list[float]], float]
-) -> Estimate:
+def _of_lists(parts: Sequence[list[float]], figure: Callable[[list[float]], float]) -> Estimate:
     together = [value for values in parts for value in values]
     return Estimate(figure(together), _half_width([figure(v) for v in parts if v]))
 

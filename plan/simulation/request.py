@@ -32,7 +32,12 @@ class SimulatedRequest:
     """One answer to one prompt, with as many tokens as its client asks for."""
 
     def __init__(
-        self, cluster: SimulatedCluster, router: SimulatedRouter, arrival: Arrival, *, measured: bool
+        self,
+        cluster: SimulatedCluster,
+        router: SimulatedRouter,
+        arrival: Arrival,
+        *,
+        measured: bool,
     ) -> None:
         self._cluster = cluster
         self._router = router
@@ -56,9 +61,7 @@ class SimulatedRequest:
             admission.check_arrival(self._demand(), self._demand(), deadline)
             [entry] = admission.enter(1, deadline)
             while self._emitted < arrival.output_tokens:
-                placement = await admission.place(
-                    entry, self._demand(), first=not self._has_begun
-                )
+                placement = await admission.place(entry, self._demand(), first=not self._has_begun)
                 self._tries += 1
                 try:
                     await self._attempt(placement, entry.arrival, arrived_s)
@@ -243,7 +246,7 @@ class SimulatedRequest:
             self._num_preemptions = sequence.claim.num_preemptions
 
     def _note_first(self, at_s: float, placed_s: float, arrived_s: float) -> None:
-        """A token came that a prompt's computation gave: the first one, or after a move the next."""
+        """A token that a prompt's computation gave: the first, or after a preemption the next."""
         now_s = at_s + self._hop_s
         self._router.admission.times.note_start(now_s - placed_s)
         if self._emitted == 0 and self._measured:

@@ -49,7 +49,7 @@ class SimulatedRouter:
                 for worker_id in worker_ids
             ]
         )
-        while not all(view.placeable for view in self.pool.views()):
+        while not all(v.placeable for v in self.pool.views()):  # noqa: ASYNC110  # at most twice
             await asyncio.sleep(TICK_S)
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""SimulatedService: what is simulated: workers, their times, the links between them, the routers."""
+"""SimulatedService: what is simulated: workers and their times, links, routers."""
 
 from __future__ import annotations
 

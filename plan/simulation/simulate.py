@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    service: SimulatedService, traffic: Traffic, run: Run, targets: Targets | None = None
+    service: SimulatedService,
+    traffic: Traffic,
+    run: Run,
+    targets: Targets | None = None,
+    *,
+    stops_early: bool = False,
 ) -> Result:
     """What the clients feel, and how busy everything is. Not to be called where an event loop runs.
+
+    `stops_early`: as soon as so many first tokens were late that the TTFT target is missed; then
+    only that is to be taken from the result.
 
     Raises:
         ValueError: the traffic counts on cached prefixes, which simulated prompts do not have.
@@ -30,7 +38,7 @@ def simulate(
     arrivals = draw_arrivals(traffic, run.num_requests, run.seed)
 
     async def main() -> Result:
-        cluster = SimulatedCluster(service, run, arrivals)
+        cluster = SimulatedCluster(service, run, arrivals, targets if stops_early else None)
         await cluster.run()
         return make_result(cluster, run, traffic, targets)
 
