@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from legato.cluster.attempt import MEASURED_TOKENS
 from legato.cluster.deadline import Deadline
@@ -199,7 +199,8 @@ class SimulatedRequest:
     ) -> None:
         await asyncio.sleep(self._hop_s)
         stay = self._enter(worker, ticket, num_computed=0)
-        await asyncio.wait({stay.first, stay.left}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {stay.first, stay.left}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not stay.first.done():  # it had to leave for want of blocks: nothing came of it
             assert placement.decode is not None, "it has given a ticket"
             placement.decode.note_refusal(placement.demand)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,15 +49,15 @@ class Result:
     preemptions: int
     limited_by: str
     is_long_enough: bool
-    is_cut: bool  # the TTFT target was missed for certain, and the rest was not simulated
+    is_cut: bool  # the TTFT target was missed clearly, and the rest was not simulated
 
-    def meets(self, targets: Targets) -> bool:
-        """Whether the measured percentiles keep both targets."""
+    def strain(self, targets: Targets) -> float:
+        """The worse of both percentiles over its target: up to 1 where these are kept."""
+        if self.is_cut:
+            return math.inf
         percent = targets.percent
-        return (
-            not self.is_cut
-            and self.ttft_s[percent].value <= targets.ttft_s
-            and self.itl_s[percent].value <= targets.itl_s
+        return max(
+            self.ttft_s[percent].value / targets.ttft_s, self.itl_s[percent].value / targets.itl_s
         )
 
     def as_json(self) -> dict[str, object]:
@@ -84,7 +85,7 @@ def make_result(
     seconds = measures.ends_s - measures.begins_s
     percents = sorted({*PERCENTS, *(() if targets is None else (targets.percent,))})
     prefills, decodes = cluster.prefill.values(), cluster.decode.values()
-    links = [worker.link.busy_s for worker in (*prefills, *decodes)]
+    links = [w.link.busy_s for w in prefills] + [w.link.busy_s for w in decodes]
     batch_mean = sum(w.sequence_s for w in decodes) / seconds / len(decodes)
     tokens_per_s = measures.num_tokens / seconds + traffic.rate_per_s
     shares = {

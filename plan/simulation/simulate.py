@@ -27,8 +27,8 @@ def simulate(
 ) -> Result:
     """What the clients feel, and how busy everything is. Not to be called where an event loop runs.
 
-    `stops_early`: as soon as so many first tokens were late that the TTFT target is missed; then
-    only that is to be taken from the result.
+    `stops_early`: as soon as so many first tokens were late that the TTFT target is missed clearly;
+    then only that is to be taken from the result.
 
     Raises:
         ValueError: the traffic counts on cached prefixes, which simulated prompts do not have.

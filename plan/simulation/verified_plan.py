@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from legato.plan.answer import answer_of
 from legato.plan.prediction import Slowdown
 from legato.plan.simulation.pool_search import smallest_by_trial
 from legato.plan.simulation.setup import Run, SimulatedService
 from legato.plan.simulation.simulate import simulate
 
 if TYPE_CHECKING:
+    from legato.plan.answer import Answer
     from legato.plan.basis import Basis
     from legato.plan.prediction import Prediction, Predictor
     from legato.plan.simulation.result import Result
@@ -33,6 +35,23 @@ class VerifiedPlan:
     result: Result
     num_simulations: int
     is_least: bool
+
+    def answer(self, predictor: Predictor, closed: Answer, kv_bytes_per_token: int) -> Answer:
+        """That of closed forms for so many workers; where these take them for too few, what
+        `closed` says of the number that they would have.
+        """
+        pools = self.prefill_workers, self.decode_workers
+        return answer_of(predictor, kv_bytes_per_token, *pools) or replace(
+            closed, prefill_workers=pools[0], decode_workers=pools[1]
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {
+            **self.result.as_json(),
+            "num_simulations": self.num_simulations,
+            "is_least": self.is_least,
+        }
 
 
 def simulated_service(
@@ -68,15 +87,15 @@ def verify_plan(service: SimulatedService, predictor: Predictor, run: Run) -> Ve
     """
     traffic, targets = predictor.traffic, predictor.targets
 
-    def meets(num_prefill: int, num_decode: int) -> bool:
+    def strain(num_prefill: int, num_decode: int) -> float:
         tried = replace(service, num_prefill=num_prefill, num_decode=num_decode)
-        return simulate(tried, traffic, run, targets, stops_early=True).meets(targets)
+        return simulate(tried, traffic, run, targets, stops_early=True).strain(targets)
 
     start = service.num_prefill, service.num_decode
     count, is_least = 0, sum(start) <= MAX_SEARCHED
     if is_least:
         most = math.ceil(_MORE * sum(start)) + 2
-        found, count = smallest_by_trial(meets, start, most)
+        found, count = smallest_by_trial(strain, start, most)
         if found is None:
             raise ValueError(
                 f"the simulation misses the targets with up to {most} workers, where closed forms "

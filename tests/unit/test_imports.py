@@ -70,7 +70,7 @@ def violations(path: str, source: str) -> list[str]:
         elif names[0] == "legato" and names[1] != part and names[1] not in MAY_IMPORT[part]:
             of_actors = path.startswith(ACTORS) and names[1] == "worker"
             of_commands = path.startswith(COMMANDS) and names[1] in ("bench", "plan")
-            of_simulation = path.startswith(SIMULATION) and names[1] == "cluster"
+            of_simulation = path.startswith(SIMULATION) and names[1] in ("cluster", "protos")
             if not (of_actors or of_commands or of_simulation):
                 wrong.append(f"legato.{names[1]}")
         elif names[0] == "ray" and not path.startswith(ACTORS):
