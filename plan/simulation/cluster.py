@@ -60,9 +60,8 @@ class SimulatedCluster:
             for name in (f"decode-{number:04}" for number in range(service.num_decode))
         }
 
-    async def run(self) -> None:
-        """Until every request that is measured has ended."""
-        loop = asyncio.get_running_loop()
+    async def begin(self) -> list[SimulatedRouter]:
+        """Routers that know all workers."""
         access = SimulatedAccess(
             workers={**self.prefill, **self.decode},
             num_blocks=self.service.num_blocks,
@@ -71,9 +70,14 @@ class SimulatedCluster:
         routers = [
             SimulatedRouter(self.service.options, access) for _ in range(self.service.num_routers)
         ]
-        for router in routers:
-            await router.begin(list(access.workers))
-        assert loop.time() <= START_S, "workers tell of themselves at once"
+        await asyncio.gather(*(router.begin(list(access.workers)) for router in routers))
+        assert asyncio.get_running_loop().time() <= START_S, "workers tell of themselves at once"
+        return routers
+
+    async def run(self) -> None:
+        """Until every request that is measured has ended."""
+        loop = asyncio.get_running_loop()
+        routers = await self.begin()
         tasks: set[asyncio.Task[None]] = set()
         clients = loop.create_task(self._send(routers, tasks))
         missed = loop.create_task(self.measures.ttft_missed.wait())
