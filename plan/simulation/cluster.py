@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import TYPE_CHECKING
 
@@ -34,22 +35,31 @@ class SimulatedCluster:
     def __init__(
         self,
         service: SimulatedService,
-        run: Run,
         arrivals: Sequence[Arrival],
+        run: Run | None,
+        *,
         gives_up_by: Targets | None = None,
+        concurrency: int | None = None,
     ) -> None:
-        """`gives_up_by`: ends once the TTFT target of these is clearly missed."""
+        """`run`: which requests are measured; None: all. `gives_up_by`: ends once the TTFT target
+        of these is clearly missed. `concurrency`: a request comes when one ends, so many at a time.
+        """
         self.service = service
         self._arrivals = arrivals
-        self._first, self._end = run.first_measured, run.end_measured
-        self.measures = Measures(
-            START_S + arrivals[self._first].at_s, START_S + arrivals[self._end].at_s
-        )
+        self._concurrency = concurrency
+        if run is None:
+            self._first, self._end = 0, len(arrivals)
+            self.measures = Measures(START_S, math.inf)
+        else:
+            self._first, self._end = run.first_measured, run.end_measured
+            self.measures = Measures(
+                START_S + arrivals[self._first].at_s, START_S + arrivals[self._end].at_s
+            )
         if gives_up_by is not None:
             allowed = MISSED * (1 - gives_up_by.percent / 100) * (self._end - self._first)
             self.measures.watch_ttft(gives_up_by.ttft_s, allowed)
         self.links = Links(service.link_bytes_per_s, self.measures)
-        table = StepTable(service.times, random.Random(run.seed))
+        table = StepTable(service.times, random.Random(0 if run is None else run.seed))
         computing, decoding = PoolBusy(service.num_prefill), PoolBusy(service.num_decode)
         self.prefill = {
             name: PrefillWorker(name, service, table, self.measures, computing, decoding)
@@ -98,8 +108,12 @@ class SimulatedCluster:
         """Sends all requests; returns when every one that is measured has ended."""
         loop = asyncio.get_running_loop()
         watched: list[asyncio.Task[None]] = []
+        slots = asyncio.Semaphore(self._concurrency or len(self._arrivals))
+        await asyncio.sleep(START_S - loop.time())
         for arrival in self._arrivals:
-            await asyncio.sleep(max(0.0, START_S + arrival.at_s - loop.time()))
+            if self._concurrency is None:
+                await asyncio.sleep(max(0.0, START_S + arrival.at_s - loop.time()))
+            await slots.acquire()
             measured = self._first <= arrival.number < self._end
             request = SimulatedRequest(
                 self, routers[arrival.number % len(routers)], arrival, measured=measured
@@ -107,6 +121,7 @@ class SimulatedCluster:
             task = loop.create_task(request.live())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _: slots.release())
             if measured:
                 watched.append(task)
         for task in watched:

@@ -40,7 +40,7 @@ class Measures:
 
     def __init__(self, begins_s: float, ends_s: float) -> None:
         self.begins_s, self.ends_s = begins_s, ends_s
-        width = (ends_s - begins_s) / NUM_BATCHES
+        width = (ends_s - begins_s) / NUM_BATCHES  # infinite: all is in the first part
         self._edges = [begins_s + width * number for number in range(1, NUM_BATCHES)]
         self._gaps = [Histogram() for _ in range(NUM_BATCHES)]
         self._ttfts: list[list[float]] = [[] for _ in range(NUM_BATCHES)]

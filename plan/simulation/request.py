@@ -74,6 +74,7 @@ class SimulatedRequest:
         admission.times.note_length(arrival.output_tokens, arrival.output_tokens)
         if self._measured:
             self._cluster.measures.note_end(arrived_s, self._last_token_s + self._hop_s - arrived_s)
+        await asyncio.sleep(self._hop_s)  # to its client
 
     @property
     def _num_tokens(self) -> int:

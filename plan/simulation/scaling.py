@@ -84,7 +84,7 @@ def placing_cpu_s(service: SimulatedService, traffic: Traffic) -> float:
     arrivals = draw_arrivals(traffic, run.num_requests, run.seed)
 
     async def main() -> float:
-        cluster = SimulatedCluster(service, run, arrivals)
+        cluster = SimulatedCluster(service, arrivals, run)
         [router] = await cluster.begin()
         began_s = time.process_time()
         for arrival in arrivals[:_PLACED]:

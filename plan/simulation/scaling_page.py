@@ -26,7 +26,7 @@ make docs-scaling
 
 from the simulation that [planning.md](planning.md#the-simulation) describes: the production router
 and schedulers in virtual time. **Step times are those of a datasheet (H100, 8 billion weights of
-16 bit, 100 Gbit/s for each worker), not measured**; what routers cost in processor time is measured.
+16 bit, 100 Gbit/s for each worker), not measured**; what routers cost in processor time is.
 Prompts are `lognormal:800:0.8:8000`, answers `lognormal:60:0.7:500` tokens; three workers in eight
 do prefill, and requests come at 70 % of what these can compute.
 
@@ -36,15 +36,15 @@ do prefill, and requests come at 70 % of what these can compute.
 _NOTE = """
 *Placing*: processor time of the production queue and policies for one request, all workers idle,
 measured where this page was written, on {machine}, beside other work. *Router cores*: requests ×
-{request_ms:g} ms + tokens × {token_ms:g} ms, the figures of [benchmarks.md](benchmarks.md#the-router);
-in the simulation routers take no time.
+{request_ms:g} ms + tokens × {token_ms:g} ms, by [benchmarks.md](benchmarks.md#access); in the
+simulation routers take no time.
 
-Nothing in the pools gets worse with their number: latencies stay, and a larger pool has a free worker
-more often. What grows is the work of routers.
+Nothing in the pools gets worse with their number: latencies stay, and a larger pool has a free
+worker more often. What grows is the work of routers.
 """
 _END = """
-These are multiples of the last row above, not a simulation of so many workers; a balancer that sends
-each service its even share is taken for granted.
+These are multiples of the last row above, not a simulation of so many workers; a balancer that
+sends each service its even share is taken for granted.
 """
 
 _COLUMNS = (
