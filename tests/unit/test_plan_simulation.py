@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 from legato.cluster.config import EngineOptions, RouterOptions
 from legato.plan.decode_batch import decode_batch
 from legato.plan.prediction import WorkerSize
-from legato.plan.simulation.arrivals import draw_arrivals
+from legato.plan.simulation.arrivals import Arrival, draw_arrivals
+from legato.plan.simulation.brute_force import random_case, try_case
 from legato.plan.simulation.cluster import START_S
 from legato.plan.simulation.histogram import Histogram
 from legato.plan.simulation.pool_search import smallest_by_brute_force, smallest_by_trial
 from legato.plan.simulation.setup import Run, SimulatedService
-from legato.plan.simulation.simulate import simulate
+from legato.plan.simulation.simulate import replay, simulate
 from legato.plan.simulation.virtual_loop import StandstillError, VirtualLoop
 from legato.plan.targets import Targets
 from legato.plan.traffic import Traffic
@@ -197,6 +199,17 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process() -> None:
     assert there.stdout == here.text() + "\n"
 
 
+def test_given_requests_are_replayed_all_of_them() -> None:
+    at_once = [Arrival(number, 0.0, LONG, 1) for number in range(8)]
+    found = replay(SERVICE, at_once)
+    # 0.1 s each: one after the other where all come at once, and alone where one waits for the next.
+    assert (found.ttft_s[50.0], found.ttft_s[99.0]) == pytest.approx((0.4, 0.8))
+    alone = replay(SERVICE, at_once, concurrency=1)
+    assert (alone.ttft_s[50.0], alone.ttft_s[99.0]) == pytest.approx((0.1, 0.1))
+    pairs = replay(SERVICE, at_once, concurrency=2)
+    assert pairs.ttft_s[50.0] == pytest.approx(0.2)
+
+
 def test_another_seed_gives_other_requests() -> None:
     offered = traffic(8.0, LONG, 1)
     one, other = (simulate(SERVICE, offered, Run(200, seed)).ttft_mean_s for seed in (1, 2))
@@ -263,3 +276,12 @@ def test_the_search_finds_what_brute_force_finds(
     found, count = smallest_by_trial(strain, start, most=48)
     assert count == len(tried) == len(set(tried))
     assert found == smallest_by_brute_force(strain, most=48)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_verified_plan_is_that_of_brute_force(number: int) -> None:
+    """`make test-plan` tries a hundred."""
+    case = random_case(random.Random(number))
+    found = try_case(case, Run(num_requests=150, seed=1))
+    assert found.planned == found.least is not None
+    assert found.num_planned <= found.num_least
