@@ -42,6 +42,11 @@ simulation routers take no time.
 Nothing in the pools gets worse with their number: latencies stay, and a larger pool has a free
 worker more often. What grows is the work of routers.
 """
+_ROUTED_NOTE = """
+**That is what several routers cost**: they do not know what the others have given out since the last
+report, and choose alike, so that prompts meet at one prefill worker while others are idle. Decode
+hardly feels it. As many routers as their processors need, and no more.
+"""
 _END = """
 These are multiples of the last row above, not a simulation of so many workers; a balancer that
 sends each service its even share is taken for granted.
@@ -82,9 +87,10 @@ def scaling_page(rows: Sequence[Row], routed: Sequence[Row], machine: str) -> st
             note,
             f"## Several routers over {routed[0].num_prefill + routed[0].num_decode} workers",
             "",
-            "Each has its own queue and its own view of the same workers, up to 50 ms old.",
+            "Each has its own queue, and a view of the same workers that is up to 50 ms old.",
             "",
             _table(_ROUTED_COLUMNS, [_routed_cells(row) for row in routed]),
+            _ROUTED_NOTE,
             "",
             f"## {INTERNET_RATE:,.0f} requests a second",
             "",
@@ -146,7 +152,8 @@ def _internet(last: Row) -> str:
             f"{routers:,} processes",
             f"**first**: {1 / request_s:.0f} requests/s of a core",
             "They share nothing but the workers: as many as are wanted, on any nodes, behind any "
-            "balancer (`--routers`). Passing on tokens is most of it, not placing",
+            "balancer (`--routers`), at the cost in TTFT above. Passing on tokens is most of their "
+            "work, not placing",
         ],
         [
             "a router's view of workers",

@@ -202,7 +202,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process() -> None:
 def test_given_requests_are_replayed_all_of_them() -> None:
     at_once = [Arrival(number, 0.0, LONG, 1) for number in range(8)]
     found = replay(SERVICE, at_once)
-    # 0.1 s each: one after the other where all come at once, and alone where one waits for the next.
+    # 0.1 s each: one after the other where all come at once, alone where each waits for the last.
     assert (found.ttft_s[50.0], found.ttft_s[99.0]) == pytest.approx((0.4, 0.8))
     alone = replay(SERVICE, at_once, concurrency=1)
     assert (alone.ttft_s[50.0], alone.ttft_s[99.0]) == pytest.approx((0.1, 0.1))
