@@ -43,9 +43,9 @@ Nothing in the pools gets worse with their number: latencies stay, and a larger 
 worker more often. What grows is the work of routers.
 """
 _ROUTED_NOTE = """
-**That is what several routers cost**: they do not know what the others have given out since the last
-report, and choose alike, so that prompts meet at one prefill worker while others are idle. Decode
-hardly feels it. As many routers as their processors need, and no more.
+**That is what several routers cost**: they do not know what the others have given out since the
+last report, and choose alike, so that prompts meet at one prefill worker while others are idle.
+Decode hardly feels it. As many routers as their processors need, and no more.
 """
 _END = """
 These are multiples of the last row above, not a simulation of so many workers; a balancer that
