@@ -107,7 +107,9 @@ class BatchSize(Experiment):
         rates: dict[int, list[float]] = {size: [] for size in sizes}
         batches: dict[int, list[float]] = {size: [] for size in sizes}
         for size in sizes:
-            if budget.left_s <= 0:
+            if size > bend.batch_size:
+                break  # no larger batch comes of it
+            if budget.is_over:
                 raise CannotMeasureError("the time was over before a round could begin")
             _run(engine, size, 2)
         for _ in budget.rounds(MAX_ROUNDS):

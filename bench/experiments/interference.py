@@ -14,7 +14,6 @@ from legato.bench.experiments.chart import BarChart
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Check, Outcome, Table
 from legato.bench.experiments.rounds import Rounds, check_at_most, number
-from legato.bench.experiments.time_budget import TimeBudget
 from legato.bench.experiments.timed_service import timed_service
 from legato.bench.workload import percentile
 from legato.cluster.text.model_text import ModelText
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from legato.bench.experiments.lab import Lab
+    from legato.bench.experiments.time_budget import TimeBudget
     from legato.bench.experiments.timed_service import TimedService
     from legato.cluster.control_plane import Role
 
@@ -146,7 +146,7 @@ class Interference(Experiment):
             Arrangement("one colocated", ("colocated",), 2 * half),
         )
         run = _Run(lab, long_tokens, stream_tokens, Sizes.within(budget.seconds))
-        turns = asyncio.run(run.measure(arrangements, budget.seconds))
+        turns = asyncio.run(run.measure(arrangements, budget))
         if not turns[arrangements[0]]:
             raise CannotMeasureError("the time was over before a round could begin")
         return _outcome(turns, run, on_gpu=on_gpu)
@@ -158,18 +158,19 @@ class _Run:
         self.long_tokens, self._stream_tokens, self.sizes = long_tokens, stream_tokens, sizes
 
     async def measure(
-        self, arrangements: Sequence[Arrangement], seconds: float
+        self, arrangements: Sequence[Arrangement], budget: TimeBudget
     ) -> dict[Arrangement, list[Turn]]:
         text = ModelText.load(resolve_model(self._lab.settings.model))
         turns: dict[Arrangement, list[Turn]] = {one: [] for one in arrangements}
         async with AsyncExitStack() as stack:
-            services = {
-                one: await stack.enter_async_context(
-                    timed_service(self._lab.settings, text, one.roles, one.cores_each)
-                )
-                for one in arrangements
-            }
-            for _ in TimeBudget(seconds).rounds(MAX_ROUNDS):  # the start of the workers apart
+            with budget.apart():
+                services = {
+                    one: await stack.enter_async_context(
+                        timed_service(self._lab.settings, text, one.roles, one.cores_each)
+                    )
+                    for one in arrangements
+                }
+            for _ in budget.rounds(MAX_ROUNDS):
                 for one, service in services.items():
                     async with asyncio.timeout(TURN_TIMEOUT_S):
                         turns[one].append(await self._turn(service))

@@ -13,12 +13,11 @@ import torch
 
 from legato.bench.experiments.chart import BarChart
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
-from legato.bench.experiments.finding import Outcome, Table
+from legato.bench.experiments.finding import Answer, Check, Outcome, Table
 from legato.bench.experiments.rounds import Rounds, check_at_least, number
 from legato.worker.kv.cache import KvCache
 
 if TYPE_CHECKING:
-    from legato.bench.experiments.finding import Check
     from legato.bench.experiments.lab import Lab
     from legato.bench.experiments.time_budget import TimeBudget
     from legato.worker.kv.cache import KvShape
@@ -43,12 +42,15 @@ def checks(own: KvBytes, full: KvBytes) -> tuple[Check, ...]:
     """`full`: with a KV head for each query head."""
     saved = Rounds.ratios(full.measured, own.measured)
     named = KvHeads.criteria
-    close = Rounds(tuple(value / kv.predicted for kv in (own, full) for value in kv.measured))
+    off = [Rounds(tuple(value / kv.predicted for value in kv.measured)) for kv in (own, full)]
+    answers = {rounds.within(1 - ERROR, 1 + ERROR) for rounds in off}
     return (
         check_at_least(named[0], saved, SEVERAL),
-        dataclasses.replace(
-            check_at_least(named[1], close, 0),
-            answer=close.within(1 - ERROR, 1 + ERROR),
+        Check(
+            named[1],
+            f"{off[0].words()} times with {own.num_kv_heads} KV heads, {off[1].words()} times with "
+            f"{full.num_kv_heads}",
+            next(a for a in (Answer.NO, Answer.UNCLEAR, Answer.YES) if a in answers),
         ),
     )
 

@@ -12,7 +12,6 @@ from legato.bench.experiments.chart import Axis, LineChart, Series
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Answer, Check, Outcome, Table
 from legato.bench.experiments.rounds import Rounds, check_at_least
-from legato.bench.experiments.time_budget import TimeBudget
 from legato.bench.experiments.timed_service import timed_service
 from legato.cluster.text.model_text import ModelText
 from legato.worker.weights.source import resolve_model
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from legato.bench.experiments.lab import Lab
+    from legato.bench.experiments.time_budget import TimeBudget
     from legato.bench.experiments.timed_service import AnswerTimes, TimedService
 
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 64
@@ -107,28 +107,29 @@ class LoadSettings(Experiment):
             )
         lab.check_room(2)
         lab.release()
-        bursts = asyncio.run(_measure(lab, budget.seconds))
+        bursts = asyncio.run(_measure(lab, budget))
         if not bursts[LARGE_BATCH]:
             raise CannotMeasureError("the time was over before a round could begin")
         return _outcome(bursts[LARGE_BATCH], bursts[SMALL_BATCH], lab.settings.num_threads)
 
 
-async def _measure(lab: Lab, seconds: float) -> dict[int, list[Burst]]:
+async def _measure(lab: Lab, budget: TimeBudget) -> dict[int, list[Burst]]:
     text = ModelText.load(resolve_model(lab.settings.model))
     bursts: dict[int, list[Burst]] = {LARGE_BATCH: [], SMALL_BATCH: []}
     async with AsyncExitStack() as stack:
         services: dict[int, TimedService] = {}
-        for size in bursts:
-            services[size] = await stack.enter_async_context(
-                timed_service(
-                    lab.settings,
-                    text,
-                    ("colocated",),
-                    lab.settings.num_threads,
-                    *("--max-batch-size", str(size)),
+        with budget.apart():
+            for size in bursts:
+                services[size] = await stack.enter_async_context(
+                    timed_service(
+                        lab.settings,
+                        text,
+                        ("colocated",),
+                        lab.settings.num_threads,
+                        *("--max-batch-size", str(size)),
+                    )
                 )
-            )
-        for _ in TimeBudget(seconds).rounds(MAX_ROUNDS):  # the start of the workers apart
+        for _ in budget.rounds(MAX_ROUNDS):
             for size, service in services.items():
                 async with asyncio.timeout(TURN_TIMEOUT_S):
                     answers = await service.answers(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 NUM_STEPS = 8  # behind each prompt; a round takes the median
 MAX_ROUNDS = 7
+LEAST_LENGTHS = 3
 TTFT_SHARE = 0.25  # of the prompt's own growth
 FLAT = 1.5
 
@@ -82,10 +83,10 @@ class PromptLength(Experiment):
         def warm_up(length: int) -> None:
             passes.answer_s(length, 2)
 
-        lengths = budget.fitting(usable, warm_up)
-        if len(lengths) < 3:
+        lengths = budget.fitting(usable, warm_up, LEAST_LENGTHS)
+        if len(lengths) < LEAST_LENGTHS:
             raise CannotMeasureError(
-                f"three lengths are needed, {len(lengths)} could be measured in the time and the "
+                f"{LEAST_LENGTHS} lengths are needed, {len(lengths)} could be measured in the time and the "
                 f"room of {passes.max_rows:,} tokens"
             )
         first: dict[int, list[float]] = {n: [] for n in lengths}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_STEPS = 8  # of a decode point; a round takes the median
 MAX_ROUNDS = 7
+LEAST_LENGTHS = 3
 QUADRATIC, LINEAR = 1.9, 1.1  # exponents of counted work: at least, at most
 TIME_WITHOUT, TIME_WITH = 3.0, 2.5  # factors of the time from half the answer to all of it
 ATTENTION_GROWS = 1.02
@@ -114,10 +115,10 @@ class Recomputation(Experiment):
             passes.prefill_s(length)
             passes.decode_s(1, length, 2)
 
-        lengths = budget.fitting(usable, warm_up)
-        if len(lengths) < 3:
+        lengths = budget.fitting(usable, warm_up, LEAST_LENGTHS)
+        if len(lengths) < LEAST_LENGTHS:
             raise CannotMeasureError(
-                f"three lengths are needed, {len(lengths)} could be measured in the time and the "
+                f"{LEAST_LENGTHS} lengths are needed, {len(lengths)} could be measured in the time and the "
                 f"room of {passes.max_rows:,} tokens"
             )
         times: dict[tuple[int, bool], list[float]] = {

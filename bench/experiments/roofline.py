@@ -88,13 +88,17 @@ class Roofline(Experiment):
     def measure(self, lab: Lab, budget: TimeBudget) -> Outcome:
         """The limits are measured in each round, in the midst of the points."""
         passes = lab.passes
-        prompts = budget.part(0.6).fitting(
-            [n for n in PROMPTS if passes.has_room(1, n)], lambda n: _ignore(passes.prefill_s(n))
-        )
+
+        def prefill(size: int) -> None:
+            passes.prefill_s(size)
+
+        def decode(size: int) -> None:
+            passes.decode_s(size, CONTEXT_TOKENS, 2)
+
+        prompts = [n for n in PROMPTS if passes.has_room(1, n)]
+        prompts = budget.part(0.6).fitting(prompts, prefill, least=2)
         batches = [n for n in BATCHES if passes.has_room(n, CONTEXT_TOKENS + NUM_STEPS)]
-        batches = budget.part(0.5).fitting(
-            batches, lambda n: _ignore(passes.decode_s(n, CONTEXT_TOKENS, 2))
-        )
+        batches = budget.part(0.5).fitting(batches, decode, least=1)
         times: dict[tuple[int, bool], list[float]] = {
             **{(n, False): [] for n in prompts},
             **{(n, True): [] for n in batches},
@@ -125,10 +129,6 @@ class Roofline(Experiment):
             for (size, is_decode), seconds in times.items()
         ]
         return _outcome(points, len(widths), lab.engine.product_dtype)
-
-
-def _ignore(_: object) -> None:
-    """A warm-up's figures are in none."""
 
 
 def _work(cost: ModelCost, size: int, *, is_decode: bool) -> tuple[float, float]:

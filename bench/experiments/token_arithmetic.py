@@ -105,7 +105,7 @@ class TokenArithmetic(Experiment):
             )
         batches = [n for n in BATCHES if passes.has_room(n, CONTEXT_TOKENS + NUM_STEPS)]
         for size in batches:
-            if budget.left_s <= 0:
+            if budget.is_over:
                 raise CannotMeasureError("the time was over before a round could begin")
             passes.decode_s(size, CONTEXT_TOKENS, 2)
         measured: dict[int, list[float]] = {size: [] for size in batches}

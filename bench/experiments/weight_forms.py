@@ -69,13 +69,14 @@ class WeightForms(Experiment):
     weight = 1.4
 
     def measure(self, lab: Lab, budget: TimeBudget) -> Outcome:
-        """Loading the two other forms is not timed."""
+        """Loading the two other forms takes none of the time."""
         plain = lab.engine.weights
         if plain not in ("float32", "bfloat16", "float16"):
             raise CannotMeasureError(
                 f"the model's weights are {plain}: they are quantised as they are stored"
             )
-        all_passes = {plain: lab.passes} | {form: Passes(lab.load(form)) for form in FORMS}
+        with budget.apart():
+            all_passes = {plain: lab.passes} | {form: Passes(lab.load(form)) for form in FORMS}
         num_tokens = next((n for n in PREFILL_TOKENS if lab.passes.has_room(1, n)), None)
         if num_tokens is None:
             raise CannotMeasureError(

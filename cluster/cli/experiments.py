@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,7 +83,7 @@ def experiments(
         raise typer.BadParameter(f"no such folder: {output.parent}", param_hint="--output")
     told = Console(stderr=True, highlight=False, soft_wrap=True)
     shown = told if as_json else Console(highlight=False, soft_wrap=True)
-    setting, findings = _run(model, device, dtype, threads, numbers, seconds, told, shown)
+    setting, findings = _run(model, device, dtype, threads, numbers, seconds, shown)
     if output is not None:
         from legato.bench.experiments.page import write_page
 
@@ -124,7 +125,6 @@ def _run(
     threads: int | None,
     numbers: list[int],
     seconds: float,
-    told: Console,
     shown: Console,
 ) -> tuple[Setting, list[Finding]]:
     from legato.bench.experiments.lab import Lab, LabSettings, usable_cores
@@ -142,9 +142,9 @@ def _run(
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
     def start(experiment: Experiment) -> None:
-        told.print(f"\n{experiment.number}. {experiment.claim}", markup=False, style="bold")
-        for criterion in experiment.criteria:
-            told.print(f"   to be met: {criterion}", markup=False)
+        shown.print(f"\n{experiment.number}. {experiment.claim}", markup=False, style="bold")
+        for letter, criterion in zip(ascii_lowercase, experiment.criteria, strict=False):
+            shown.print(f"   {letter}) to be met: {criterion}", markup=False)
 
     def end(finding: Finding) -> None:
         _show(finding, shown)
@@ -157,16 +157,12 @@ def _run(
 
 
 def _show(finding: Finding, console: Console) -> None:
-    """Claim, measured, verdict."""
+    """Measured and verdict, below the claim."""
     verdict = finding.verdict.value
-    console.print(f"{finding.number}. {finding.claim}", markup=False)
-    for check in finding.outcome.checks:
-        console.print(
-            f"   {check.answer.value:<8} {check.statement}; measured: {check.measured}",
-            markup=False,
-        )
+    for letter, check in zip(ascii_lowercase, finding.outcome.checks, strict=False):
+        console.print(f"   {letter}) {check.answer.value}: {check.measured}", markup=False)
     color = _COLORS.get(verdict, "magenta")
     console.print(f"   {verdict}", markup=False, style=f"bold {color}", end="")
-    console.print(f" ({finding.reason}; {finding.seconds:.1f} s)", markup=False)
+    console.print(f": {finding.reason} ({finding.seconds:.1f} s)", markup=False)
     for note in finding.outcome.notes:
         console.print(f"   {note}", markup=False, style="dim")
