@@ -86,8 +86,8 @@ class PromptLength(Experiment):
         lengths = budget.fitting(usable, warm_up, LEAST_LENGTHS)
         if len(lengths) < LEAST_LENGTHS:
             raise CannotMeasureError(
-                f"{LEAST_LENGTHS} lengths are needed, {len(lengths)} could be measured in the time and the "
-                f"room of {passes.max_rows:,} tokens"
+                f"{LEAST_LENGTHS} lengths are needed, {len(lengths)} could be measured in "
+                f"the time and the room of {passes.max_rows:,} tokens"
             )
         first: dict[int, list[float]] = {n: [] for n in lengths}
         token: dict[int, list[float]] = {n: [] for n in lengths}

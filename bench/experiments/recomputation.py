@@ -118,8 +118,8 @@ class Recomputation(Experiment):
         lengths = budget.fitting(usable, warm_up, LEAST_LENGTHS)
         if len(lengths) < LEAST_LENGTHS:
             raise CannotMeasureError(
-                f"{LEAST_LENGTHS} lengths are needed, {len(lengths)} could be measured in the time and the "
-                f"room of {passes.max_rows:,} tokens"
+                f"{LEAST_LENGTHS} lengths are needed, {len(lengths)} could be measured in "
+                f"the time and the room of {passes.max_rows:,} tokens"
             )
         times: dict[tuple[int, bool], list[float]] = {
             (n, cached): [] for n in lengths for cached in (False, True)
