@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from legato.bench.experiments.finding import Finding, Table
     from legato.bench.experiments.run import Setting
 
+_STEADY = 1.25  # highest over lowest limit up to which nothing is said of it
 _BUSY = 0.5  # load over threads from which a run is told to have had company
 
 
@@ -52,8 +53,8 @@ def page_of(setting: Setting, findings: Sequence[Finding], pictures: dict[int, s
             follows from the answers alone: a claim *holds* where all are yes, *in part* where some
             are, *does not hold* where at least one is no and none is yes. What is compared was
             measured in turn in the same rounds; figures are medians, with the middle half of the
-            rounds in brackets. A check is *unclear* where its threshold lies within that half: the
-            rounds disagree."""
+            rounds in brackets. A check is *unclear* where its threshold lies within that half, for the
+            rounds disagree, and where the time was enough for one round alone."""
         ),
         _paragraph(_steadiness(setting)),
         _table(
@@ -102,6 +103,11 @@ def _steadiness(setting: Setting) -> str:
                 "long, and the more so the more cores a measurement uses. Run it again when it is "
                 "idle before you quote it"
             )
+    if setting.limits_ratio > _STEADY:
+        words += (
+            f". **The machine's own speed changed by a factor of {setting.limits_ratio:.2g} during "
+            "the run**: figures of different claims are not to be compared with each other"
+        )
     return words + "."
 
 

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+LEAST_ROUNDS = 2
+
+
 @dataclass(frozen=True)
 class Rounds:
     """One value a round. `low` and `high` bound the middle half of them."""
@@ -39,8 +42,10 @@ class Rounds:
         return self._quartile(2)
 
     def at_least(self, limit: float) -> Answer:
-        """Unclear where the limit lies within the middle half of the rounds."""
-        if not self.values:
+        """Unclear where the limit lies within the middle half of the rounds, or where they are too
+        few to tell what is noise.
+        """
+        if len(self.values) < LEAST_ROUNDS:
             return Answer.UNCLEAR
         if self.low >= limit:
             return Answer.YES
@@ -48,7 +53,7 @@ class Rounds:
 
     def at_most(self, limit: float) -> Answer:
         """As `at_least`."""
-        if not self.values:
+        if len(self.values) < LEAST_ROUNDS:
             return Answer.UNCLEAR
         if self.high <= limit:
             return Answer.YES
@@ -68,7 +73,7 @@ class Rounds:
         unit = f" {unit}" if unit else ""
         median = f"{number(self.median * factor)}{unit}"
         if len(self.values) == 1:
-            return f"{median} in one round"
+            return f"{median} in one round, {LEAST_ROUNDS} are needed"
         low, high = number(self.low * factor), number(self.high * factor)
         return f"{median} (middle half of {len(self.values)} rounds: {low} to {high})"
 

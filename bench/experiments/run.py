@@ -56,6 +56,7 @@ class Setting:
     load_after: float | None
     bandwidth: str  # of memory, over the whole run
     peak: str  # of matrix products, over the whole run
+    limits_ratio: float  # highest over lowest of these, the larger of the two
     seconds: float  # given
     legato_version: str
     torch_version: str = torch.__version__
@@ -99,7 +100,8 @@ def run_experiments(
         on_end(findings[-1])
     lab.measure_limits()
     widths = Rounds(tuple(limits.read_bytes_per_s.best for limits in lab.limits))
-    peaks = [limits.matmul_ops_per_s.get(product_dtype) for limits in lab.limits]
+    found = [limits.matmul_ops_per_s.get(product_dtype) for limits in lab.limits]
+    peaks = Rounds(tuple(peak.best for peak in found if peak is not None))
     return (
         Setting(
             model=lab.settings.model,
@@ -112,7 +114,12 @@ def run_experiments(
             load_before=load_before,
             load_after=_load(),
             bandwidth=_range(widths, "GB/s"),
-            peak=_range(Rounds(tuple(p.best for p in peaks if p is not None)), "Gop/s"),
+            peak=_range(peaks, "Gop/s"),
+            limits_ratio=max(
+                max(rounds.values) / min(rounds.values)
+                for rounds in (widths, peaks)
+                if rounds.values
+            ),
             seconds=seconds,
             legato_version=version,
         ),

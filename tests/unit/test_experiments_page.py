@@ -36,10 +36,10 @@ BARS = BarChart(
 )  # fmt: skip
 
 
-def setting(model: str = "demo", load_before: float = 0.1) -> Setting:
+def setting(model: str = "demo", load_before: float = 0.1, limits_ratio: float = 1.1) -> Setting:
     return Setting(
         model, "llama, 2 layers", "bfloat16", "bfloat16", "cpu", "a | machine", 2, load_before, 2.0,
-        "20 to 21 GB/s (4 times)", "not measured", 60.0, "0.1", "2",
+        "20 to 21 GB/s (4 times)", "not measured", limits_ratio, 60.0, "0.1", "2",
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_the_page_and_its_pictures_are_written(tmp_path: Path) -> None:
     files = write_page(tmp_path / "page.md", setting(), found)
     assert [file.name for file in files] == ["page.md", "page-lines.svg", "page-bars.svg"]
     page = files[0].read_text()
-    links = re.findall(r"\]\(([^)#]+)\)", page)
+    links = re.findall(r"(?<!\\)\]\(([^)#]+)\)", page)
     assert links == ["page-lines.svg", "page-bars.svg"]
     assert all((tmp_path / link).is_file() for link in links)
     titles = re.findall(r"^## (.*)$", page, flags=re.MULTILINE)
@@ -88,6 +88,8 @@ def test_nothing_in_the_page_breaks_its_tables_or_is_html() -> None:
 def test_a_busy_machine_is_told() -> None:
     assert "was busy" not in page_of(setting(load_before=0.2), [], {})
     assert "**The machine was busy" in page_of(setting(load_before=1.5), [], {})
+    assert "own speed changed" not in page_of(setting(), [], {})
+    assert "factor of 1.6 during" in page_of(setting(limits_ratio=1.6), [], {})
 
 
 @pytest.mark.parametrize("chart", [LINES, BARS])

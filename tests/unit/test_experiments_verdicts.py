@@ -75,8 +75,13 @@ def test_a_limit_within_the_middle_half_of_the_rounds_is_unclear() -> None:
     assert rounds.within(2, 3) is UNCLEAR
     assert rounds.within(5, 9) is NO
     assert rounds.words("ms", 1000) == "3,000 ms (middle half of 5 rounds: 2,000 to 4,000)"
-    assert Rounds((0.25,)).words("ms") == "0.250 ms in one round"
-    assert Rounds(()).at_least(1) is Rounds(()).at_most(1) is UNCLEAR
+
+
+def test_one_round_tells_nothing() -> None:
+    for rounds in (Rounds((0.25,)), Rounds(())):
+        assert rounds.at_least(0.1) is rounds.at_most(9) is rounds.within(0.1, 9) is UNCLEAR
+    assert Rounds((0.25,)).words("ms") == "0.250 ms in one round, 2 are needed"
+    assert Rounds(()).words("ms") == "nothing"
 
 
 def test_ratios_are_of_the_same_round() -> None:
@@ -113,7 +118,7 @@ def test_recomputation_is_told_from_a_cache_by_its_growth() -> None:
 
     assert judged(flat, linear) == [YES, YES, YES, YES]
     assert judged(linear, flat) == [YES, NO, NO, YES]  # the sides swapped
-    even = ((0.01,), (0.01,), (0.01,))
+    even = ((0.01, 0.01),) * 3
     assert judged(even, even) == [YES, NO, YES, NO]  # attention costs nothing
 
 
@@ -123,8 +128,10 @@ def test_totals_have_straight_lines_between_lengths() -> None:
     assert times.totals(times.without, 3) == [3.0]
 
 
-def roof_point(*, ops: float, num_bytes: float, peak: tuple[float, ...] = (100.0,)) -> RoofPoint:
-    return RoofPoint(1, False, ops, num_bytes, (1.0,), peak, (10.0,))
+def roof_point(
+    *, ops: float, num_bytes: float, peak: tuple[float, ...] = (100.0,) * 2
+) -> RoofPoint:
+    return RoofPoint(1, False, ops, num_bytes, (1.0,) * 2, peak, (10.0,) * 2)
 
 
 def test_the_roofline_names_the_nearer_limit() -> None:
@@ -144,10 +151,10 @@ def test_without_a_measured_peak_only_the_bandwidth_can_be_told() -> None:
 
 def test_ttft_grows_and_further_tokens_do_not() -> None:
     lengths = (32, 256, 2048)
-    growing, flat = ((0.05,), (0.3,), (2.0,)), ((0.02,), (0.021,), (0.024,))
+    growing, flat = ((0.05,) * 2, (0.3,) * 2, (2.0,) * 2), ((0.02,) * 2, (0.021,) * 2, (0.024,) * 2)
     assert answers(prompt_length.checks(PromptTimes(lengths, growing, flat))) == [YES] * 4
     assert answers(prompt_length.checks(PromptTimes(lengths, flat, growing))) == [YES, NO, NO, NO]
-    falling = ((0.05,), (0.04,), (2.0,))
+    falling = ((0.05,) * 2, (0.04,) * 2, (2.0,) * 2)
     checks = prompt_length.checks(PromptTimes(lengths, falling, flat))
     assert answers(checks) == [NO, YES, YES, YES]
     assert "256" in checks[0].measured
