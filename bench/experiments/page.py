@@ -53,8 +53,8 @@ def page_of(setting: Setting, findings: Sequence[Finding], pictures: dict[int, s
             follows from the answers alone: a claim *holds* where all are yes, *in part* where some
             are, *does not hold* where at least one is no and none is yes. What is compared was
             measured in turn in the same rounds; figures are medians, with the middle half of the
-            rounds in brackets. A check is *unclear* where its threshold lies within that half, for the
-            rounds disagree, and where the time was enough for one round alone."""
+            rounds in brackets. A check is *unclear* where its threshold lies within that half, for
+            the rounds disagree, and where the time was enough for one round alone."""
         ),
         _paragraph(_steadiness(setting)),
         _table(

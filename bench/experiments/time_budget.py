@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _GROWTH = 2.5  # the next size takes so much longer: it is twice as large, and attends to more
+_LEAST_S = 1e-3  # left for another round
 _LEAST_ROUNDS = 2  # that must fit beside the warm-up of a size
 
 
@@ -62,7 +63,8 @@ class TimeBudget:
         longest_s = 0.0
         for number in range(most):
             began_s = self._now()
-            if self.left_s < longest_s if number else self.is_over:
+            late = self.left_s < max(longest_s, _LEAST_S) if number else self.is_over
+            if late:
                 return
             yield number
             longest_s = max(longest_s, self._now() - began_s)

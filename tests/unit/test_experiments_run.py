@@ -30,7 +30,7 @@ LIMITS = Limits(1, Rate(1e9, 1e9), {"float32": Rate(2e9, 1e9), "bfloat16": None,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return make_llama_folder(tmp_path_factory.mktemp("model") / "tiny", num_key_value_heads=1)
 
 
 @pytest.fixture(autouse=True)
