@@ -85,7 +85,7 @@ class ForwardCount(Experiment):
             )
             for a in answers
         )
-        head = ("N", "forwards", "tokens of the first", "of one token")
+        head: tuple[str, ...] = ("N", "forwards", "tokens of the first", "of one token")
         head += ("prompt and answer, tokens", "rows of KV in a layer")
         return Outcome(
             checks(answers),

@@ -265,7 +265,7 @@ def _outcome(turns: dict[Arrangement, list[Turn]], run: _Run, *, on_gpu: bool) -
         )
         for one, found in turns.items()
     )
-    head = ("workers", "ITL p99 quiet, ms", "under prompts, ms", "worst gap, ms")
+    head: tuple[str, ...] = ("workers", "ITL p99 quiet, ms", "under prompts, ms", "worst gap, ms")
     head += ("prompts' TTFT, s", "mixed load, tokens/s")
 
     def medians(field: str) -> tuple[float, ...]:

@@ -124,7 +124,7 @@ def _outcome(own: KvBytes, full: KvBytes, context_length: int) -> Outcome:
         )
         for name, kv in (("as the model is", own), ("a KV head for each query head", full))
     )
-    head = ("pool", "KV heads", "bytes a token, predicted", "measured")
+    head: tuple[str, ...] = ("pool", "KV heads", "bytes a token, predicted", "measured")
     head += (f"a context of {context_length:,} tokens, MiB", "such contexts in 8 GiB")
     return Outcome(
         checks(own, full),

@@ -156,7 +156,13 @@ def _outcome(batch_first: list[Burst], latency_first: list[Burst], num_threads: 
         )
         for name, bursts in both
     )
-    head = ("settings", "tokens/s", "median answer whole, s", "first, s", "last, s")
+    head: tuple[str, ...] = (
+        "settings",
+        "tokens/s",
+        "median answer whole, s",
+        "first, s",
+        "last, s",
+    )
     head += ("median TTFT, s", "median gap, ms")
     chart = LineChart(
         "Answers that are whole, over the time since the burst",

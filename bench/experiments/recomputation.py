@@ -158,7 +158,13 @@ def _outcome(measured: RecomputedTimes, cost: ModelCost, left_out: Sequence[int]
             measured.lengths, measured.without, measured.with_cache, strict=True
         )
     )
-    head = ("tokens", "a token without, ms", "with, ms", "all so far without, s", "with, s")
+    head: tuple[str, ...] = (
+        "tokens",
+        "a token without, ms",
+        "with, ms",
+        "all so far without, s",
+        "with, s",
+    )
     head += ("projections and MLPs without, Gop", "with, Gop", "attention with, Gop")
     chart = LineChart(
         "An answer without and with the KV cache",

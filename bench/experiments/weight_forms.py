@@ -130,7 +130,7 @@ def _outcome(base: FormTimes, forms: list[FormTimes], num_tokens: int, products:
         )
         for form in (base, *forms)
     )
-    head = ("weights", "MB a step reads", "fewer bytes", "decode step", "faster")
+    head: tuple[str, ...] = ("weights", "MB a step reads", "fewer bytes", "decode step", "faster")
     head += (f"prefill of {num_tokens}", "faster")
     names = tuple(form.name for form in forms)
     chart = BarChart(

@@ -62,7 +62,7 @@ def test_three_claims_from_the_command_line(
 ) -> None:
     page = tmp_path / "found.md"
     experiments(
-        str(folder), "1,6,8", 3.0, page, as_json=True, device="cpu", dtype="float32", threads=1
+        str(folder), "1,6,8", 20.0, page, as_json=True, device="cpu", dtype="float32", threads=1
     )
     out, err = capsys.readouterr()
     told = json.loads(out)
