@@ -122,7 +122,7 @@ class BatchSize(Experiment):
         points = [
             BatchPoint(size, statistics.median(batches[size]), tuple(rates[size])) for size in sizes
         ]
-        return _outcome(points, bend, _bandwidth_limits(lab, sizes, bend.batch_size))
+        return _outcome(points, bend, _limits(lab, sizes, bend.batch_size))
 
 
 def _run(engine: CapacityEngine, size: int, num_steps: int) -> tuple[float, float]:
@@ -135,15 +135,22 @@ def _run(engine: CapacityEngine, size: int, num_steps: int) -> tuple[float, floa
     return num_tokens / sum(step.seconds for step in steps), num_tokens / len(steps)
 
 
-def _bandwidth_limits(lab: Lab, sizes: list[int], bend: int) -> list[tuple[float, float]]:
-    """(offered, tokens/s) of steps that do nothing but read weights and KV."""
-    bytes_per_s = lab.measure_limits().read_bytes_per_s.best
+def _limits(lab: Lab, sizes: list[int], bend: int) -> list[tuple[float, float]]:
+    """Of each number of requests (tokens/s by bandwidth, by products): of steps that do nothing but
+    read weights and KV, or nothing but multiply.
+    """
+    limits, cost = lab.measure_limits(), lab.engine.cost
+    peak = lab.peak(limits)
     rows = PROMPT_TOKENS + MAX_TOKENS // 2
-    return [
-        (size, batch * bytes_per_s / lab.engine.cost.decode_bytes([rows] * batch))
-        for size in sizes
-        for batch in (min(size, bend),)
-    ]
+    found = []
+    for size in sizes:
+        batch = min(size, bend)
+        step_s = cost.decode_bytes([rows] * batch) / limits.read_bytes_per_s.best
+        by_product = float("inf")
+        if peak is not None:
+            by_product = batch * peak.best / cost.decode_ops(batch, batch * rows)
+        found.append((batch / step_s, by_product))
+    return found
 
 
 def _outcome(points: list[BatchPoint], bend: Bend, limits: list[tuple[float, float]]) -> Outcome:
@@ -154,16 +161,20 @@ def _outcome(points: list[BatchPoint], bend: Bend, limits: list[tuple[float, flo
             f"{p.mean_batch:.1f}",
             Rounds(p.tokens_per_s).words(),
             number(statistics.median(p.tokens_per_s) / alone),
-            number(limit),
+            number(by_bytes),
+            "not measured" if by_product == float("inf") else number(by_product),
         )
-        for p, (_, limit) in zip(points, limits, strict=True)
+        for p, (by_bytes, by_product) in zip(points, limits, strict=True)
     )
-    head = ("requests", "batch", "decode tokens/s", "of one alone", "bandwidth's limit, tokens/s")
+    head: tuple[str, ...] = ("requests", "batch", "decode tokens/s", "of one alone")
+    head += ("bandwidth's limit, tokens/s", "products' limit")
     rounds = [Rounds(p.tokens_per_s) for p in points]
+    full = next(r for p, r in zip(points, rounds, strict=True) if p.offered == bend.batch_size)
     chart = LineChart(
         "Decode tokens/s against the requests at once",
-        f"Tokens per second rise with the batch up to {bend.batch_size} sequences, which fill the "
-        "KV pool, and not beyond.",
+        f"{number(rounds[0].median)} tokens per second of one alone, {number(full.median)} of "
+        f"{bend.batch_size}, which fill the KV pool, {number(rounds[-1].median)} where "
+        f"{points[-1].offered} are offered.",
         Axis("requests at once", log=True, ticks=tuple(float(p.offered) for p in points)),
         Axis("decode tokens/s"),
         (
@@ -180,11 +191,20 @@ def _outcome(points: list[BatchPoint], bend: Bend, limits: list[tuple[float, flo
         ),
         (bend.batch_size, f"pool full: {bend.pool_blocks} // {bend.sequence_blocks}"),
     )
-    notes = (
+    notes = [
         f"Prompts of {PROMPT_TOKENS} and answers of {MAX_TOKENS} tokens: {bend.sequence_blocks} "
         f"blocks each, of {bend.pool_blocks}. {len(points[0].tokens_per_s)} rounds of {NUM_STEPS} "
-        "steps at each number of requests; prefill is not timed.",
-        "Where a doubling gives less, the products have become the limit before memory is full: "
-        "see claim 3 for the batch at which decode leaves the slope of the roof.",
-    )
-    return Outcome(checks(points, bend.batch_size), Table(head, rows), chart, notes)
+        "steps at each number of requests; prefill is not timed."
+    ]
+    bound = [
+        p.offered
+        for p, (by_bytes, by_product) in zip(points, limits, strict=True)
+        if by_product < by_bytes
+    ]
+    if bound and bound[0] <= bend.batch_size:
+        notes.append(
+            f"From {bound[0]} at once on the measured limit of matrix products is below that of "
+            "the bandwidth: there a larger batch gives less by arithmetic too, before memory is "
+            "full."
+        )
+    return Outcome(checks(points, bend.batch_size), Table(head, rows), chart, tuple(notes))

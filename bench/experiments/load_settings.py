@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from legato.bench.experiments.chart import Axis, LineChart, Series
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Answer, Check, Outcome, Table
-from legato.bench.experiments.rounds import Rounds, check_at_least
+from legato.bench.experiments.rounds import Rounds, check_at_least, number
 from legato.bench.experiments.timed_service import timed_service
 from legato.cluster.text.model_text import ModelText
 from legato.worker.weights.source import resolve_model
@@ -166,8 +166,12 @@ def _outcome(batch_first: list[Burst], latency_first: list[Burst], num_threads: 
     head += ("median TTFT, s", "median gap, ms")
     chart = LineChart(
         "Answers that are whole, over the time since the burst",
-        f"{NUM_REQUESTS} requests sent at once. With small batches the first answers are whole "
-        "early and the last late; with one large batch nearly all end together.",
+        f"{NUM_REQUESTS} requests sent at once. "
+        + "; ".join(
+            f"{name}: the first whole after {number(_middle(bursts).whole_s[0])} s, the last after "
+            f"{number(_middle(bursts).whole_s[-1])} s"
+            for name, bursts in both
+        ),
         Axis("seconds since the burst was sent"),
         Axis("answers that are whole"),
         tuple(

@@ -137,11 +137,16 @@ def _outcome(measured: PromptTimes, left_out: Sequence[int]) -> Outcome:
         Table(("prompt, tokens", "TTFT", "each further token", "prompt tokens/s"), rows),
         LineChart(
             "TTFT and time per output token against the prompt's length",
-            f"From {measured.lengths[0]} to {measured.lengths[-1]:,} tokens TTFT rises; the time "
-            "per output token stays near one level.",
+            f"From {measured.lengths[0]} to {measured.lengths[-1]:,} tokens TTFT goes "
+            f"{_from_to(measured.first_s)}, each further token {_from_to(measured.token_s)}.",
             Axis("tokens of the prompt", log=True, ticks=tuple(map(float, measured.lengths))),
             Axis("milliseconds", log=True),
             (series("TTFT", measured.first_s), series("each further token", measured.token_s)),
         ),
         tuple(notes),
     )
+
+
+def _from_to(times: tuple[tuple[float, ...], ...]) -> str:
+    first, last = (1000 * statistics.median(rounds) for rounds in (times[0], times[-1]))
+    return f"from {number(first)} to {number(last)} ms"

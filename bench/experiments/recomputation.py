@@ -168,8 +168,9 @@ def _outcome(measured: RecomputedTimes, cost: ModelCost, left_out: Sequence[int]
     head += ("projections and MLPs without, Gop", "with, Gop", "attention with, Gop")
     chart = LineChart(
         "An answer without and with the KV cache",
-        f"Seconds for answers of up to {measured.lengths[-1]:,} tokens: without the cache they "
-        "grow with the square of the length, with it in proportion.",
+        f"An answer of {measured.lengths[-1]:,} tokens takes "
+        f"{number(without_s(measured.lengths[-1]))} s without the cache and "
+        f"{number(with_s(measured.lengths[-1]))} s with it; a dashed line grows with the square.",
         Axis("tokens of the answer", log=True, ticks=tuple(map(float, measured.lengths))),
         Axis("seconds in all", log=True),
         (

@@ -180,6 +180,9 @@ def _chart(points: list[RoofPoint]) -> LineChart:
             if p.is_decode == is_decode
         )
 
+    most_prefill, most_decode = (
+        number(max(y for _, y in places(is_decode=which))) for which in (False, True)
+    )
     width = statistics.median(points[0].bytes_per_s) / 1e9
     least = min(p.intensity for p in points) / 1.5
     most = max(p.intensity for p in points) * 1.5
@@ -190,8 +193,9 @@ def _chart(points: list[RoofPoint]) -> LineChart:
         roof = ((least, min(peak, least * width)), (ridge, peak), (most, peak))
     return LineChart(
         "Roofline: what prefill and decode reach of what the machine can do",
-        "Operations per second over operations per byte. Under the slope memory bandwidth is the "
-        "limit: there decode begins. Under the flat part matrix products are: there prefill ends.",
+        f"Operations per second over operations per byte. Prefill reaches up to {most_prefill} "
+        f"Gop/s, decode up to {most_decode}, below a slope of {number(width)} GB/s, which is "
+        "memory's limit, and a flat part, which is the limit of matrix products.",
         Axis("operations for each byte read", log=True),
         Axis("Gop/s", log=True),
         (

@@ -22,7 +22,8 @@ from legato.bench.experiments import (
 from legato.bench.experiments.batch_size import BatchPoint
 from legato.bench.experiments.finding import Answer, Check, Verdict, judge
 from legato.bench.experiments.forward_count import CountedAnswer
-from legato.bench.experiments.interference import Sizes, Turn, throughput_words
+from legato.bench.experiments.interference import throughput_words
+from legato.bench.experiments.interference_run import Sizes, Turn
 from legato.bench.experiments.kv_heads import KvBytes
 from legato.bench.experiments.load_settings import Burst
 from legato.bench.experiments.prompt_length import PromptTimes
