@@ -70,7 +70,7 @@ def checks(batch_first: Sequence[Burst], latency_first: Sequence[Burst]) -> tupl
 
     rate = check_at_least(named[0], ratios("tokens_per_s"), HIGHER)
     if rate.answer is not Answer.YES:
-        words = "there was no higher rate to compare with"
+        words = "no higher rate was shown to compare with"
         return (
             Check(named[0], rate.measured, Answer.UNCLEAR),
             Check(named[1], words, Answer.UNCLEAR),

@@ -15,6 +15,7 @@ import numpy as np
 from legato.bench.handoff.service import running_service, until_ready
 from legato.bench.load.sample import note_tokens
 from legato.cluster.client_channels import CHANNEL_OPTIONS
+from legato.cluster.config import RouterOptions
 from legato.protos import common_pb2, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # A service refuses what it believes not to end in time; here everything is to be measured.
 _DEADLINE_S = 3600.0
 _CALL_TIMEOUT_S = 10.0
+# On a busy machine a worker may be late to report; here it is to be waited for, not replaced.
+_OPTIONS = RouterOptions(port=0, worker_silence_s=30.0)
 _WARM_UP = ((64, 8), (8, 8))  # prompts and answers: pages, connections, kernels
 
 
@@ -122,7 +125,7 @@ async def timed_service(
     of_workers = ["--device", settings.device, "--dtype", settings.dtype]
     of_workers += ["--threads", str(num_threads), *arguments]
     async with (
-        running_service(settings.model, text, of_workers, roles=roles) as address,
+        running_service(settings.model, text, of_workers, _OPTIONS, roles) as address,
         grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
     ):
         await until_ready(channel)
