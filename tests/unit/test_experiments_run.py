@@ -10,6 +10,7 @@ import torch
 import typer
 from tiny_models import make_llama_folder
 
+from legato.bench.experiments import kv_heads
 from legato.bench.experiments import lab as lab_module
 from legato.bench.experiments import run as run_module
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
@@ -58,8 +59,12 @@ def run(folder: Path, numbers: list[int], seconds: float = 5.0) -> list[Finding]
 
 
 def test_three_claims_from_the_command_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(kv_heads, "POOL_BYTES", 16 << 20)
     page = tmp_path / "found.md"
     experiments(
         str(folder), "1,6,8", 60.0, page, as_json=True, device="cpu", dtype="float32", threads=1
@@ -75,7 +80,11 @@ def test_three_claims_from_the_command_line(
     assert by_number[8]["checks"][0]["answer"] == "yes"
     for finding in told["findings"]:
         # The thresholds are said before the figures.
-        assert err.index(finding["checks"][0]["statement"]) < err.index(finding["verdict"])
+        said = err.partition(f"{finding['number']}. {finding['claim']}")[2]
+        said, figures, _ = said.partition(f": {finding['checks'][0]['measured']}")
+        assert figures
+        assert all(check["statement"] in said for check in finding["checks"])
+        assert finding["verdict"] not in said
         assert finding["verdict"] in page.read_text()
     assert (tmp_path / "found-kv-heads.svg").is_file()
     assert told["setting"]["model"] == str(folder)
