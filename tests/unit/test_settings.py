@@ -235,6 +235,16 @@ def test_the_command_line_says_it_in_one_line(
     )
 
 
+def test_the_name_that_clients_know_a_model_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_MODEL", "/models/m")
+    assert load({}, None).config.public_model_name == "/models/m"
+    assert load({"served_model_name": "org/m"}, None).config.public_model_name == "org/m"
+    for wrong in ("a b", "", "é", "a" * 257):
+        with pytest.raises(SettingError, match="must be 1 to 256 ASCII characters without") as told:
+            load({"served_model_name": wrong}, None)
+        assert told.value.name == "--served-model-name"
+
+
 def test_options_variables_and_the_file_reach_the_service(
     monkeypatch: pytest.MonkeyPatch, written: Callable[[str], Path]
 ) -> None:
