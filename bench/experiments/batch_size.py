@@ -12,7 +12,7 @@ from legato.bench.decode_curve.trace import alike
 from legato.bench.experiments.chart import Axis, LineChart, Series, Style
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Answer, Check, Outcome, Table
-from legato.bench.experiments.rounds import Rounds, check_at_most, number
+from legato.bench.experiments.rounds import Rounds, all_of, check_at_most, number, rounds_words
 from legato.worker.kv.block_pool import blocks_for
 from legato.worker.scheduling.claim import AdmissionMode, AdmissionRule
 
@@ -51,19 +51,17 @@ def checks(points: list[BatchPoint], bend: int) -> tuple[Check, ...]:
         if b.offered == 2 * a.offered
     ]
     named = BatchSize.criteria
-    answers = {gained.at_least(DOUBLING) for _, _, gained in doublings}
-    linear = Answer.UNCLEAR
-    if Answer.NO in answers:
-        linear = Answer.NO
-    elif answers == {Answer.YES}:
-        linear = Answer.YES
     gains = ", ".join(
         f"{number(gained.median)} from {a.offered} to {b.offered}" for a, b, gained in doublings
     )
     batches = [p.mean_batch for p in (at_bend, *beyond)]
     far = max(abs(batch / bend - 1) for batch in batches)
     return (
-        Check(named[0], gains or "no doubling below the bend", linear),
+        Check(
+            named[0],
+            gains or "no doubling below the bend",
+            all_of([gained.at_least(DOUBLING) for _, _, gained in doublings]),
+        ),
         Check(
             named[1],
             f"{' and '.join(f'{batch:.1f}' for batch in batches)}, predicted {bend}",
@@ -193,8 +191,8 @@ def _outcome(points: list[BatchPoint], bend: Bend, limits: list[tuple[float, flo
     )
     notes = [
         f"Prompts of {PROMPT_TOKENS} and answers of {MAX_TOKENS} tokens: {bend.sequence_blocks} "
-        f"blocks each, of {bend.pool_blocks}. {len(points[0].tokens_per_s)} rounds of {NUM_STEPS} "
-        "steps at each number of requests; prefill is not timed."
+        f"blocks each, of {bend.pool_blocks}. {rounds_words(len(points[0].tokens_per_s))} of "
+        f"{NUM_STEPS} steps at each number of requests; prefill is not timed."
     ]
     bound = [
         p.offered

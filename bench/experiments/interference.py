@@ -21,7 +21,7 @@ from legato.bench.experiments.interference_run import (
     Sizes,
     Turn,
 )
-from legato.bench.experiments.rounds import Rounds, check_at_most, number
+from legato.bench.experiments.rounds import Rounds, check_at_most, number, rounds_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,8 +157,8 @@ def _outcome(
     cores = apart.cores_each * len(apart.roles)
     notes = [
         throughput_words(apart_turns, {one.name: found for one, found in others}),
-        f"{len(apart_turns)} rounds, the arrangements in turn, each on {cores} cores in all; "
-        "router and client share them. "
+        f"{rounds_words(len(apart_turns))}, the arrangements in turn, each on {cores} cores in "
+        "all; router and client share them. "
         f"{NUM_STREAMS} streams decode; a prompt of {run.long_tokens:,} tokens arrives every "
         f"{PERIOD_S:g} s, {run.sizes.num_prompts} of them. Mixed load: {run.sizes.num_mixed} "
         f"requests of {MIX_TOKENS} tokens in, {MIX_ANSWER_TOKENS} out, {MIX_AT_ONCE} at once.",

@@ -13,8 +13,8 @@ import torch
 
 from legato.bench.experiments.chart import BarChart
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
-from legato.bench.experiments.finding import Answer, Check, Outcome, Table
-from legato.bench.experiments.rounds import Rounds, check_at_least, number
+from legato.bench.experiments.finding import Check, Outcome, Table
+from legato.bench.experiments.rounds import Rounds, all_of, check_at_least, number
 from legato.kernels import huge_pages
 from legato.worker.kv.cache import KvCache
 
@@ -44,14 +44,13 @@ def checks(own: KvBytes, full: KvBytes) -> tuple[Check, ...]:
     saved = Rounds.ratios(full.measured, own.measured)
     named = KvHeads.criteria
     off = [Rounds(tuple(value / kv.predicted for value in kv.measured)) for kv in (own, full)]
-    answers = {rounds.within(1 - ERROR, 1 + ERROR) for rounds in off}
     return (
         check_at_least(named[0], saved, SEVERAL),
         Check(
             named[1],
             f"{off[0].words()} times with {own.num_kv_heads} KV heads, {off[1].words()} times with "
             f"{full.num_kv_heads}",
-            next(a for a in (Answer.NO, Answer.UNCLEAR, Answer.YES) if a in answers),
+            all_of([rounds.within(1 - ERROR, 1 + ERROR) for rounds in off]),
         ),
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from legato.bench.experiments.chart import Axis, LineChart, Series
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Answer, Check, Outcome, Table
-from legato.bench.experiments.rounds import Rounds, check_at_least, number
+from legato.bench.experiments.rounds import Rounds, check_at_least, number, rounds_words
 from legato.bench.experiments.timed_service import timed_service
 from legato.cluster.text.model_text import ModelText
 from legato.worker.weights.source import resolve_model
@@ -180,8 +180,8 @@ def _outcome(batch_first: list[Burst], latency_first: list[Burst], num_threads: 
         ),
     )
     notes = (
-        f"{len(batch_first)} rounds, the settings in turn; each a service of one colocated worker "
-        f"with {num_threads} thread{'s' * (num_threads > 1)}, through its router and gRPC. "
+        f"{rounds_words(len(batch_first))}, the settings in turn; each a service of one colocated "
+        f"worker with {num_threads} thread{'s' * (num_threads > 1)}, through its router and gRPC. "
         f"{NUM_REQUESTS} prompts of "
         f"{PROMPT_TOKENS} tokens at once, answers of {ANSWER_TOKENS}.",
         "A large batch makes every step longer for all who are in it, and they end together; a "

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from legato.bench.experiments.chart import Axis, LineChart, Series
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Answer, Check, Outcome, Table
-from legato.bench.experiments.rounds import Rounds, check_at_least, check_at_most, number
+from legato.bench.experiments.rounds import (
+    Rounds,
+    all_of,
+    check_at_least,
+    check_at_most,
+    number,
+    rounds_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +44,11 @@ class PromptTimes:
 
 def checks(measured: PromptTimes) -> tuple[Check, ...]:
     """In the order of `criteria`."""
-    medians = [statistics.median(rounds) for rounds in measured.first_s]
-    fallen = [
-        f"{measured.lengths[i + 1]:,}" for i, (a, b) in enumerate(pairwise(medians)) if b <= a
+    steps = [Rounds.ratios(b, a).at_least(1.0) for a, b in pairwise(measured.first_s)]
+    missed = [
+        f"{length:,}"
+        for length, step in zip(measured.lengths[1:], steps, strict=True)
+        if step is not Answer.YES
     ]
     grown = measured.lengths[-1] / measured.lengths[0]
     ttft = Rounds.ratios(measured.first_s[-1], measured.first_s[0])
@@ -48,8 +57,8 @@ def checks(measured: PromptTimes) -> tuple[Check, ...]:
     return (
         Check(
             named[0],
-            f"not at {', '.join(fallen)} tokens" if fallen else "at every length",
-            Answer.NO if fallen else Answer.YES,
+            f"not surely at {', '.join(missed)} tokens" if missed else "at every length",
+            all_of(steps),
         ),
         Check(
             named[1],
@@ -67,7 +76,7 @@ class PromptLength(Experiment):
     number, name = 4, "prompt-length"
     claim = "TTFT grows with the prompt; the time per output token is roughly flat."
     criteria = (
-        "the median TTFT is longer at every longer prompt",
+        "TTFT is longer at every longer prompt",
         "from the shortest to the longest prompt TTFT grows by at least "
         f"{TTFT_SHARE:g} of what the prompt grows by",
         f"the time per output token grows by at most {FLAT:g} from the shortest prompt to the "
@@ -127,8 +136,8 @@ def _outcome(measured: PromptTimes, left_out: Sequence[int]) -> Outcome:
         )
     )
     notes = [
-        f"{len(measured.first_s[0])} rounds over all lengths; {NUM_STEPS} tokens behind each "
-        "prompt."
+        f"{rounds_words(len(measured.first_s[0]))} over all lengths; {NUM_STEPS} tokens behind "
+        "each prompt."
     ]
     if left_out:
         notes.append(f"Left out for want of time: {', '.join(f'{n:,}' for n in left_out)} tokens.")

@@ -12,7 +12,13 @@ import numpy as np
 from legato.bench.experiments.chart import Axis, LineChart, Series, Style
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Answer, Check, Outcome, Table
-from legato.bench.experiments.rounds import Rounds, check_at_least, check_at_most, number
+from legato.bench.experiments.rounds import (
+    Rounds,
+    check_at_least,
+    check_at_most,
+    number,
+    rounds_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,8 +194,8 @@ def _outcome(measured: RecomputedTimes, cost: ModelCost, left_out: Sequence[int]
     )
     notes = [
         "Without the cache a token is computed by a prefill of all tokens before it; its time is "
-        f"measured at {len(measured.lengths)} lengths, {measured.num_rounds} rounds, with straight "
-        "lines between them, and summed up.",
+        f"measured at {len(measured.lengths)} lengths, {rounds_words(measured.num_rounds)}, with "
+        "straight lines between them, and summed up.",
         "Short histories are cheaper than the square says: a forward reads every weight however "
         "few tokens it has.",
     ]

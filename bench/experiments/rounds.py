@@ -61,10 +61,7 @@ class Rounds:
 
     def within(self, least: float, most: float) -> Answer:
         """Both."""
-        answers = {self.at_least(least), self.at_most(most)}
-        if Answer.NO in answers:
-            return Answer.NO
-        return Answer.UNCLEAR if Answer.UNCLEAR in answers else Answer.YES
+        return all_of([self.at_least(least), self.at_most(most)])
 
     def words(self, unit: str = "", factor: float = 1.0) -> str:
         """The median, and the middle half where there are several."""
@@ -89,6 +86,19 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     digits = next(n for n in range(1, 12) if abs(value) >= 10 ** (2 - n))
     return f"{value:.{digits}f}"
+
+
+def all_of(answers: Sequence[Answer]) -> Answer:
+    """Yes where all are; no where one is; unclear where there is none at all."""
+    for answer in (Answer.NO, Answer.UNCLEAR, Answer.YES):
+        if answer in answers:
+            return answer
+    return Answer.UNCLEAR
+
+
+def rounds_words(count: int) -> str:
+    """1 round, 2 rounds."""
+    return f"{count} round{'s' * (count != 1)}"
 
 
 def check_at_least(statement: str, rounds: Rounds, limit: float) -> Check:

@@ -10,7 +10,7 @@ from legato.bench.experiments.chart import BarChart
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
 from legato.bench.experiments.finding import Check, Outcome, Table
 from legato.bench.experiments.passes import Passes
-from legato.bench.experiments.rounds import Rounds, check_at_most, number
+from legato.bench.experiments.rounds import Rounds, check_at_most, number, rounds_words
 
 if TYPE_CHECKING:
     from legato.bench.experiments.lab import Lab
@@ -153,7 +153,7 @@ def _outcome(base: FormTimes, forms: list[FormTimes], num_tokens: int, products:
         (1.0, f"{base.name}"),
     )
     notes = [
-        f"{len(base.decode_s)} rounds, each over all forms: decode of one sequence, "
+        f"{rounds_words(len(base.decode_s))}, each over all forms: decode of one sequence, "
         f"{NUM_STEPS} steps, and a prompt of {num_tokens} tokens."
     ]
     if products:
