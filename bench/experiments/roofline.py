@@ -156,8 +156,8 @@ def _outcome(points: list[RoofPoint], num_rounds: int, product_dtype: str) -> Ou
     )
     head = ("pass", "ms", "operations a byte", "Gop/s", "GB/s", "of the peak", "of the bandwidth")
     notes = [
-        f"{rounds_words(num_rounds)}; peak ({product_dtype} products of 2,048 × 2,048) and bandwidth "
-        "are measured in each, and a round's shares are of its own limits.",
+        f"{rounds_words(num_rounds)}; peak ({product_dtype} products of 2,048 × 2,048) and "
+        "bandwidth are measured in each, and a round's shares are of its own limits.",
         "Bytes are every weight once and the KV of the batch; operations are those of the matrices "
         "and of attention. What a pass reads or computes beyond that counts as lost.",
     ]
