@@ -70,7 +70,7 @@ class Rounds:
         unit = f" {unit}" if unit else ""
         median = f"{number(self.median * factor)}{unit}"
         if len(self.values) == 1:
-            return f"{median} in one round, {LEAST_ROUNDS} are needed"
+            return f"{median} (one round)"
         low, high = number(self.low * factor), number(self.high * factor)
         return f"{median} (middle half of {len(self.values)} rounds: {low} to {high})"
 

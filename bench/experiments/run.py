@@ -93,10 +93,13 @@ def run_experiments(
     device, product_dtype = engine.device, engine.product_dtype
     del engine
     time_left, findings = TimeBudget(seconds), []
+    all_weights = sum(experiment.weight for experiment in experiments)
     for index, experiment in enumerate(experiments):
         share = experiment.weight / sum(other.weight for other in experiments[index:])
         on_start(experiment)
-        findings.append(_run(experiment, lab, time_left.part(share)))
+        # What others leave is shared; those that were late take nothing from those behind them.
+        own_s = max(time_left.left_s * share, seconds * experiment.weight / all_weights)
+        findings.append(_run(experiment, lab, TimeBudget(own_s, whole=time_left)))
         on_end(findings[-1])
     lab.measure_limits()
     widths = Rounds(tuple(limits.read_bytes_per_s.best for limits in lab.limits))

@@ -81,7 +81,7 @@ def test_a_limit_within_the_middle_half_of_the_rounds_is_unclear() -> None:
 def test_one_round_tells_nothing() -> None:
     for rounds in (Rounds((0.25,)), Rounds(())):
         assert rounds.at_least(0.1) is rounds.at_most(9) is rounds.within(0.1, 9) is UNCLEAR
-    assert Rounds((0.25,)).words("ms") == "0.250 ms in one round, 2 are needed"
+    assert Rounds((0.25,)).words("ms") == "0.250 ms (one round)"
     assert Rounds(()).words("ms") == "nothing"
 
 
