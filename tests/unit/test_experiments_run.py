@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from legato.bench.experiments import kv_heads
 from legato.bench.experiments import lab as lab_module
 from legato.bench.experiments import run as run_module
 from legato.bench.experiments.experiment import CannotMeasureError, Experiment
-from legato.bench.experiments.finding import Finding, Outcome, Verdict
+from legato.bench.experiments.finding import Answer, Check, Finding, Outcome, Verdict
 from legato.bench.experiments.lab import Lab, LabSettings
 from legato.bench.experiments.run import run_experiments
 from legato.bench.experiments.time_budget import TimeBudget
@@ -121,6 +122,16 @@ class _Broken(Experiment):
         raise ExceptionGroup("tasks", [RuntimeError("UNAVAILABLE: gone"), OSError("no room")])
 
 
+class _Slow(_Broken):
+    seconds: ClassVar[list[float]] = []  # that each was given
+
+    def measure(self, lab: Lab, budget: TimeBudget) -> Outcome:
+        self.seconds.append(budget.seconds)
+        if len(self.seconds) == 1:
+            time.sleep(0.6)
+        return Outcome((Check(self.criteria[0], "it did", Answer.YES),))
+
+
 class _Bug(_Broken):
     def measure(self, lab: Lab, budget: TimeBudget) -> Outcome:
         raise AssertionError("a bug")
@@ -135,6 +146,25 @@ def test_a_failure_is_told_and_a_bug_is_not_hidden(
     assert finding.reason == "UNAVAILABLE: gone; no room"
     with pytest.raises(AssertionError, match="a bug"):
         run(folder, [2])
+
+
+def test_one_that_is_late_takes_nothing_from_those_behind_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "EXPERIMENTS", dict.fromkeys((1, 2, 3), _Slow))
+    _Slow.seconds.clear()
+    lab = Lab(LabSettings(str(folder), "cpu", "float32", 1))
+    run_experiments(lab, [1, 2, 3], 0.6, "test", on_start=lambda _: None, on_end=lambda _: None)
+    late, own, more = _Slow.seconds
+    assert late == pytest.approx(0.2, abs=0.01)
+    assert own == pytest.approx(0.2)  # nothing is left, and it has its share
+    assert more == pytest.approx(0.2)
+    _Slow.seconds[:] = [0.0]
+    run_experiments(lab, [1, 2, 3], 60.0, "test", on_start=lambda _: None, on_end=lambda _: None)
+    _, first, second, third = _Slow.seconds
+    assert first == pytest.approx(20, abs=1)
+    assert second == pytest.approx(30, abs=2)  # what the first has left is shared
+    assert third == pytest.approx(60, abs=4)
 
 
 @pytest.mark.parametrize("only", ["0", "11", "1;2", "", "1,,2", "one", "-1", "²"])
