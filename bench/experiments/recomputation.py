@@ -106,8 +106,8 @@ class Recomputation(Experiment):
     criteria = (
         "counted operations of projections and MLPs grow with the answer's length to the power of "
         f"at least {QUADRATIC} without the cache, and of at most {LINEAR} with it",
-        f"an answer twice as long takes at least {MIDDLE:g} times the time without the cache, which "
-        "is nearer to four times (quadratic) than to twice (linear)",
+        f"an answer twice as long takes at least {MIDDLE:g} times the time without the cache, "
+        "which is nearer to four times (quadratic) than to twice (linear)",
         f"and at most {MIDDLE:g} times with it, attention's growth included",
         "with the cache a step behind the longest history takes at least "
         f"{ATTENTION_GROWS} times one behind the shortest: attention reads more",
