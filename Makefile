@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers docs docs-scaling test-plan protos protos-check protos-release ns test-deploy test-clients clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-experiments bench-handoff bench-router bench-peers docs docs-scaling test-plan protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -136,6 +136,9 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 
 bench-curve: $(STAMP) $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
 	@$(BIN)/python -m legato.bench.decode_curve --out docs
+
+bench-experiments: $(STAMP) $(MODEL_STAMP) ## Ten claims about prefill and decode, tried here: docs/experiments.md (a quarter of an hour)
+	@$(BIN)/legato experiments --dtype bfloat16 --seconds 900 -o docs/experiments.md
 
 bench-handoff: $(STAMP) $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
 	@$(BIN)/python -m legato.bench.handoff
