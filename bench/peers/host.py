@@ -3,7 +3,7 @@
     python -I host.py RUNNER.py
 
 It imports nothing but the standard library, timed_engine.py and the runner beside it, which imports
-the peer. Requests, each answered by one line with `ok`:
+the peer, and what lies beside it too, where the peer has nothing of that name. Requests, each answered by one line with `ok`:
 
     {"op": "prepare", "model", "precision", "work_dir"}       -> "path", null: no such precision
     {"op": "load", "path", "precision", "num_threads"}        -> "version"; "chunk" is optional
@@ -52,6 +52,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not stand among the answers
+    sys.path.append(str(Path(sys.argv[1]).parent))  # last: the peer's own modules come first
     module = _load_file(sys.argv[1])
     runner: Runner | None = None
     for line in sys.stdin:

@@ -6,6 +6,7 @@ import os
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from legato.bench.peers.interference.client_phase import run_phase
@@ -18,13 +19,12 @@ from legato.bench.peers.server_process import ServerProcess, free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
 
     from legato.bench.peers.interference.contender import Contender
     from legato.bench.peers.interference.workload import PhasePlan
 
 PRECISION = "bf16"
-_FOLDER = "peers"
+OTHER_PRECISIONS = {"onnxgenai": "fp32"}  # it has no bf16 on CPUs
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Rig:
     serve_words: tuple[str, ...]  # more options of ours
 
 
+def precision_of(peer: str) -> str:
+    """Of its weights."""
+    return OTHER_PRECISIONS.get(peer, PRECISION)
+
+
 async def prepare(rig: Rig, peer: str) -> Path:
     """What it will load: the folder itself, or what was made of it in `work_dir`.
 
@@ -62,12 +67,10 @@ async def prepare(rig: Rig, peer: str) -> Path:
         return rig.model
     async with PeerProcess(rig.pythons[peer], rig.runners[peer], rig.num_threads) as process:
         answer = await process.ask(
-            rig.start_timeout_s, op="prepare", model=str(rig.model), precision=PRECISION,
-            work_dir=str(rig.work_dir),
+            rig.start_timeout_s, op="prepare", model=str(rig.model),
+            precision=precision_of(peer), work_dir=str(rig.work_dir),
         )  # fmt: skip
-    if answer["path"] is None:
-        raise PeerError(f"it has no {PRECISION}")
-    return rig.model.__class__(answer["path"])
+    return Path(answer["path"])
 
 
 @asynccontextmanager
@@ -97,7 +100,7 @@ async def running(rig: Rig, contender: Contender, path: Path) -> AsyncIterator[R
         async with PeerProcess(rig.pythons[peer], rig.runners[peer], rig.num_threads) as engine:
             more = {} if peer == ENGINE else {"chunk": contender.chunk}
             loaded = await engine.ask(
-                rig.start_timeout_s, op="load", path=str(path), precision=PRECISION,
+                rig.start_timeout_s, op="load", path=str(path), precision=precision_of(peer),
                 num_threads=rig.num_threads, **more,
             )  # fmt: skip
 
