@@ -2,8 +2,9 @@
 
     python -I host.py RUNNER.py
 
-It imports nothing but the standard library, timed_engine.py and the runner beside it, which imports
-the peer, and what lies beside it too, where the peer has nothing of that name. Requests, each answered by one line with `ok`:
+It imports nothing but the standard library, timed_engine.py and the runner beside it. The runner
+imports the peer, and may import what lies beside it, where the peer has nothing of that name.
+Requests, each answered by one line with `ok`:
 
     {"op": "prepare", "model", "precision", "work_dir"}       -> "path", null: no such precision
     {"op": "load", "path", "precision", "num_threads"}        -> "version"; "chunk" is optional

