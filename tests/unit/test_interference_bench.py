@@ -495,10 +495,10 @@ def test_all_three_goals_make_the_verdict(
 
 
 def test_the_table_has_figures_and_reasons() -> None:
-    text = table(rows([turn("legato", 0.03)]), [("vllm:64", "Traceback\nnot ready within 3 s")])
+    text = table(rows([turn("legato", 0.03)]), [("vllm:64", "not ready within 3 s: a\nb | c")])
     _, _, ours, theirs = text.splitlines()
     assert ours == ("| legato | 10 / 20 / 40 | 15 / 30 / 60 | 1.50 | 1000 / 2000 | 50 / 40 | 1% |")
-    assert theirs.startswith("| vllm:64 | not measured: not ready within 3 s | – |")
+    assert theirs.startswith("| vllm:64 | not measured: not ready within 3 s: b / c | – |")
     assert theirs.count("|") == ours.count("|")
 
 

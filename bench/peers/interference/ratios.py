@@ -78,9 +78,8 @@ def rows(turns: Sequence[Turn]) -> list[Row]:
 
 def _row(contender: Contender, turns: Sequence[Turn]) -> Row:
     def middle(name: str, *, quiet: bool = False) -> float:
-        return statistics.median(
-            getattr(turn.quiet if quiet else turn.arrivals, name) for turn in turns
-        )
+        phases = [turn.quiet if quiet else turn.arrivals for turn in turns]
+        return float(statistics.median(getattr(phase, name) for phase in phases))
 
     return Row(
         contender=contender,
@@ -180,8 +179,7 @@ def table(turned: Sequence[Row], failures: Sequence[tuple[str, str]]) -> str:
         )
     width = len(lines[0]) - 2
     for label, reason in failures:
-        first = (reason.strip().splitlines() or [""])[-1]
-        lines.append([label, f"not measured: {first[:120]}", *["–"] * width])
+        lines.append([label, f"not measured: {_in_short(reason)}", *["–"] * width])
     return _markdown(lines)
 
 
@@ -228,6 +226,14 @@ def _ttft(turn: Turn) -> float:
 def _ttft_worst(turn: Turn) -> float:
     assert turn.arrivals.ttft_worst_s is not None, "a phase with arrivals has prompts"
     return turn.arrivals.ttft_worst_s
+
+
+def _in_short(reason: str) -> str:
+    """What happened, and the last that the peer said."""
+    first, *others = reason.strip().splitlines() or ["no reason was given"]
+    if others:
+        first = f"{first.partition(': ')[0][:80]}: {others[-1].strip()[:160]}"
+    return first[:240].replace("|", "/")
 
 
 def _ms(*seconds: float) -> str:

@@ -60,7 +60,7 @@ class Interference:
 
     def phase(self, vocab_size: int, number: int, *, arrivals: bool) -> PhasePlan:
         """No two prompts of phases with other numbers share a beginning."""
-        dues = []
+        dues: list[float] = []
         while arrivals and len(dues) * self.every_s < self.window_s:
             dues.append(len(dues) * self.every_s)
         first = number * 1000
