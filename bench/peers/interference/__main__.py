@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     from legato.bench.peers.interference.running import Running
 
-DEFAULT = "legato,legato-colocated,engine,vllm,vllm:256,llamacpp,llamacpp:256,openvino,openvino:128"
+DEFAULT = (
+    "legato,legato-pinned,legato-colocated,engine,vllm,vllm:256,llamacpp,llamacpp:256,"
+    "openvino,openvino:128,transformers,transformers:256,onnxgenai"
+)
 _FOLDER = Path(__file__).parents[1]
 RUNNERS = {
     ENGINE: _FOLDER / "legato_runner.py",

