@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers bench-interference docs protos protos-check protos-release ns test-deploy test-clients clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers bench-interference docs protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,23 +23,26 @@ demo: $(MODEL_STAMP) ## Start two workers, ask something, show where the time we
 	@$(BIN)/legato demo
 
 test: lint types protos-check $(MODEL_STAMP) $(TOKENIZERS_STAMP) ## Everything: lint, types, protos, all tests
-	@echo "[legato] tests, in three lanes, two at a time: those with processes mostly wait"
-	@$(MAKE) -s -k -j2 --output-sync=none lane-ray lane-unit lane-workers
+	@echo "[legato] tests, in four lanes, two at a time: those with processes mostly wait"
+	@$(MAKE) -s -k -j2 --output-sync=none lane-ray lane-unit lane-workers lane-kernels
 
-# Who starts the whole service says so in its imports. With the kernels the lanes take about the same time.
+# Who starts the whole service says so in its imports.
 WITH_RAY := $(shell grep -lE "^from (served|ray_head|ray_nodes|kill_rig|router_rig) import" tests/integration/test_*.py tests/faults/test_*.py)
 # Each line as it comes, behind its lane's name; kept in build/ too. The folders' bytecode is kept, whatever the
 # environment says: every process of the tests would compile it anew.
 LANE = mkdir -p build && set -o pipefail && unset PYTHONDONTWRITEBYTECODE && \
   $(BIN)/python -u -m pytest --durations=20 --durations-min=5 $(2) 2>&1 | \
-  (trap "" INT; tee build/test-$(1).log | awk '{ print "$(1) | " $$0; fflush() }')
+  (trap "" INT; tee build/test-$(1).log | sed -u 's/^/$(1) | /')
 lane-%: SHELL := bash
 
 lane-unit:
 	@$(call LANE,unit,-q tests/unit)
 
-lane-workers: # Workers in processes and in this one, and kernels
-	@$(call LANE,workers,-q tests/kernels tests/integration tests/faults $(addprefix --ignore=,$(WITH_RAY)))
+lane-kernels:
+	@$(call LANE,kernels,-q tests/kernels)
+
+lane-workers: # Workers in processes and in this one
+	@$(call LANE,workers,-q tests/integration tests/faults $(addprefix --ignore=,$(WITH_RAY)))
 
 lane-ray: # The whole service
 	@$(call LANE,ray,-v $(WITH_RAY))

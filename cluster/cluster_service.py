@@ -12,6 +12,7 @@ import grpc
 
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import RequestError, invalid, unavailable
+from legato.cluster.known_fields import check_known_fields
 from legato.cluster.pool import MAX_POOL_SIZE
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.cluster.roles import WIRE_ROLES, role_of, wire_targets
@@ -48,6 +49,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.GetStatusResponse:
         """See cluster.proto. Answers within CONTROL_TIMEOUT_S, whatever the controller does."""
+        check_known_fields(request)
         router = self._router
         pools, autoscaler = await asyncio.gather(self._pools(), self._autoscaler())
         counters = router.counters
@@ -94,6 +96,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ChangeRoleResponse:
         """See cluster.proto."""
+        check_known_fields(request)
         role, worker_id = _read_role("role", request.role), _read_worker_id(request.worker_id)
         change = await _ordered(self._router.control.change_role(worker_id, role))
         return cluster_pb2.ChangeRoleResponse(
@@ -107,6 +110,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.DrainWorkerResponse:
         """See cluster.proto."""
+        check_known_fields(request)
         asked_id = _read_worker_id(request.worker_id)
         worker_id = await _ordered(self._router.control.drain_worker(asked_id))
         return cluster_pb2.DrainWorkerResponse(worker_id=worker_id)
@@ -118,6 +122,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.DrainNodeResponse:
         """See cluster.proto."""
+        check_known_fields(request)
         if len(request.node) > MAX_NODE_CHARS:
             raise invalid(f"node has {len(request.node)} chars, limit {MAX_NODE_CHARS}")
         worker_ids = await _ordered(self._router.control.drain_node(request.node))
@@ -130,6 +135,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> cluster_pb2.ShutdownResponse:
         """See cluster.proto."""
+        check_known_fields(request)
         drain_s = request.drain_timeout_s if request.HasField("drain_timeout_s") else None
         if drain_s is None:
             drain_s = DEFAULT_DRAIN_S
@@ -249,6 +255,7 @@ def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
         raise invalid(
             f"targets has {len(request.targets)} entries, limit {len(WIRE_ROLES)}: each pool once"
         )
+    check_known_fields(request)  # looks into each, so that there must not be too many
     targets: dict[Role, int] = {}
     for index, item in enumerate(request.targets):
         role = _read_role(f"targets[{index}].role", item.role)

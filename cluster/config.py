@@ -99,6 +99,7 @@ class ServiceConfig:
     """One service: a model, its pools, one router or more."""
 
     model: str
+    served_model_name: str | None = None  # by which clients know it; None: `model`
     prefill_workers: int = 1
     decode_workers: int = 1
     colocated_workers: int = 0  # compute prompts and decode
@@ -128,6 +129,11 @@ class ServiceConfig:
     # Of the workers, where `router.tls` has a CA; None: the same pair.
     worker_tls: TlsFiles | None = None
     allow_plain_token: bool = False  # from other machines, without TLS
+
+    @property
+    def public_model_name(self) -> str:
+        """By which clients know the model."""
+        return self.served_model_name or self.model
 
     @property
     def pool_sizes(self) -> dict[Role, int]:

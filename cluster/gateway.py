@@ -14,6 +14,7 @@ from legato.cluster.cluster_service import ClusterService
 from legato.cluster.door import Door
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import ClientGoneError, unavailable
+from legato.cluster.known_fields import check_known_fields
 from legato.cluster.open_files import PORT_SHARE, share_of_open_files
 from legato.protos import cluster_pb2, cluster_pb2_grpc, generation_pb2, generation_pb2_grpc
 from legato.protos.malformed import RefuseMalformed
@@ -92,6 +93,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> generation_pb2.GetModelResponse:
         """See generation.proto."""
+        check_known_fields(request)
         router = self._router
         limits, references = router.pool.limits(), router.pool.references
         identity = references.get("decode", references.get("colocated"))

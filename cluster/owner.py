@@ -156,7 +156,7 @@ class Owner:
                 options=replace(config.router, access=for_routers),
                 num_routers=config.num_routers,
                 model_path=str(model_path),
-                model_name=config.model,
+                model_name=config.public_model_name,
                 version=legato_version(),
                 owner_pid=os.getpid(),
                 owner_host=socket.gethostname(),

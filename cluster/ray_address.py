@@ -7,6 +7,7 @@ bounded by a few seconds.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from pathlib import Path
@@ -62,7 +63,7 @@ def resolve_ray_address(given: str, current_cluster: Path | None = None) -> str:
             f"of the cluster and give host:{DEFAULT_RAY_PORT}"
         )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or re.fullmatch(r"\d{1,5}", port, re.ASCII) is None or not 0 < int(port) < 65536:
         raise ServiceError(
             f"Ray address must be auto or host:port such as 127.0.0.1:{DEFAULT_RAY_PORT}, "
             f"got {address!r}"

@@ -8,26 +8,23 @@ import logging
 import os
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
 
 from legato.cluster.admission import Admission
-from legato.cluster.answer import Answer
 from legato.cluster.answer_life import AnswerLife
-from legato.cluster.caller import CALLER
+from legato.cluster.counters import Counters
 from legato.cluster.credentials import Credentials
 from legato.cluster.deadline import Deadline
 from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
 from legato.cluster.in_flight import InFlight, superseded
+from legato.cluster.in_turn import InTurn
 from legato.cluster.load_reporter import LoadReporter
 from legato.cluster.metrics.history import History
 from legato.cluster.metrics.meters import Meters
-from legato.cluster.metrics.outcome import outcome_of
 from legato.cluster.metrics.pool_poll import PoolPoll
 from legato.cluster.metrics.request_record import RequestRecord, operation_of
 from legato.cluster.metrics.request_trace import RequestTrace
@@ -35,82 +32,39 @@ from legato.cluster.pool_view import PoolView
 from legato.cluster.prefill_costs import PrefillCostBook
 from legato.cluster.prompt_hashes import PromptHashes
 from legato.cluster.prompt_logprobs import PromptLogprobs
+from legato.cluster.reader import Reader
 from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
 from legato.cluster.resumption import check_model
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
-from legato.cluster.tokenizing import detokenize, tokenize
 from legato.cluster.unread_demand import unread_demand
 from legato.protos import generation_pb2
 from legato.protos.tracing import Tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from legato.cluster.answer import TextSource
+    from legato.cluster.answer import Answer
     from legato.cluster.answer_life import Send
-    from legato.cluster.caller import Caller
     from legato.cluster.config import RouterOptions
     from legato.cluster.control_plane import ControlPlane, WorkerEndpoint
     from legato.cluster.http.server import HttpServer
     from legato.cluster.in_flight import Ownership
     from legato.cluster.model_limits import ModelLimits
+    from legato.cluster.reader import NewAnswer, Parse
     from legato.cluster.request import RequestSpec
     from legato.cluster.text.model_text import ModelText
 
-# Tokenising a long text takes long: it must hold up neither the event loop nor a short one.
-NUM_PARSE_THREADS = 4
 CUT_SHORT_S = 1.0  # for requests that a drain cut short to tell their clients
 TICK_S = 0.25  # between two looks at silence and at the queue, should no event have come
 
-P = ParamSpec("P")
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Counters:
-    """Requests since the start, by how they ended."""
-
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    moved: int = 0
-    moved_with_kv: int = 0  # answers, from workers that drained
-
-    def count_error(self, error: RequestError) -> None:
-        """As `outcome_of` judges it."""
-        outcome = outcome_of(error)
-        setattr(self, outcome, getattr(self, outcome) + 1)
-
-
-class _InTurn:
-    """Hands messages to gRPC, which takes one of a call at a time. The first one has the start, and
-    what is to be told of the prompt.
-    """
-
-    def __init__(
-        self, start: generation_pb2.StreamStart, prompt: PromptLogprobs, send: Send
-    ) -> None:
-        self._start: generation_pb2.StreamStart | None = start
-        self._prompt = prompt
-        self._send = send
-        self._sending = asyncio.Lock()
-
-    async def __call__(self, response: generation_pb2.GenerateResponse) -> None:
-        async with self._sending:
-            if self._start is not None:
-                response.start.CopyFrom(self._start)
-                await self._prompt.put_on(response)
-                self._start = None
-            await self._send(response)
-
-
 class Router:
-    """One service's data plane. All of it runs on one event loop; only parsing has threads.
+    """One service's data plane. All of it runs on one event loop; only reading has threads.
 
     `parse` and `new_answer` are the text side: a GenerateRequest to a RequestSpec, and a source
     of text for one answer.
@@ -126,10 +80,8 @@ class Router:
         version: str,
         owner_pid: int,
         owner_host: str,
-        parse: Callable[
-            [generation_pb2.GenerateRequest, ModelText, ModelLimits], RequestSpec
-        ] = parse_request,
-        new_answer: Callable[[ModelText, Sequence[str], int], TextSource] = AnswerText,
+        parse: Parse = parse_request,
+        new_answer: NewAnswer = AnswerText,
     ) -> None:
         self.options = options
         self.text = text
@@ -160,10 +112,13 @@ class Router:
         self._load_reporter: LoadReporter | None = None
         if options.reports_load:
             self._load_reporter = LoadReporter(control, self.admission, self.pool)
-        self._parse = parse
-        self._new_answer = new_answer
-        self._parsers = ThreadPoolExecutor(NUM_PARSE_THREADS, thread_name_prefix="parse")
-        self._num_parsing = 0
+        self.reader = Reader(
+            text,
+            parse=parse,
+            new_answer=new_answer,
+            most_waiting=options.max_queued_requests,
+            refusal=self.admission.refusal,
+        )
         self._in_flight = InFlight()
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
@@ -261,7 +216,7 @@ class Router:
         await self.pool.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-        self._parsers.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
         self._log.close()
 
     async def _wait_idle(self, timeout_s: float) -> None:
@@ -300,6 +255,21 @@ class Router:
             )
         with RequestRecord(self.meters, request, self._service_labels, trace) as record:
             await self._in_time(request, send, time_left_s, record, on_spec)
+
+    @contextlib.contextmanager
+    def reads(self, *, chat: bool) -> Iterator[None]:
+        """What is refused within, of a request that is not read yet, is counted as `generate` does;
+        `chat`: it is to be one.
+        """
+        try:
+            yield
+        except RequestError as error:
+            self.counters.count_error(error)
+            unread = generation_pb2.GenerateRequest()
+            if chat:
+                unread.messages.SetInParent()
+            with RequestRecord(self.meters, unread, self._service_labels):
+                raise
 
     async def _in_time(
         self,
@@ -359,7 +329,7 @@ class Router:
                 seed=spec.sampling.seed, max_tokens=spec.max_tokens, model_fingerprint=fingerprint
             )
             prompt = PromptLogprobs(spec.prompt_logprobs, len(spec.prompt_token_ids))
-            told = _InTurn(start, prompt, send)
+            told = InTurn(start, prompt, send)
             await self._live(spec, answers, prompt, told, clocks, deadline, owner, record)
         except asyncio.CancelledError:
             if owner.superseded and bound.expired():
@@ -444,55 +414,25 @@ class Router:
         check_model(request, self.pool.model_fingerprint)
         least, most = unread_demand(request, limits)
         self.admission.check_arrival(least, most, deadline)
-        return await self._in_thread(self._read, request, limits, CALLER.get())
+        return await self.reader.read(request, limits)
 
     async def tokenize(
         self, request: generation_pb2.TokenizeRequest
     ) -> generation_pb2.TokenizeResponse:
         """What `generate` would make of the same text or messages. Raises RequestError."""
-        return await self._in_thread(tokenize, request, self.text, self._known_limits())
+        return await self.reader.tokenize(request, self._known_limits())
 
     async def detokenize(
         self, request: generation_pb2.DetokenizeRequest
     ) -> generation_pb2.DetokenizeResponse:
         """As the text of an answer. Raises RequestError."""
-        return await self._in_thread(detokenize, request, self.text, self._known_limits())
+        return await self.reader.detokenize(request, self._known_limits())
 
     def _known_limits(self) -> ModelLimits:
         limits = self.pool.limits()
         if limits is None:
             raise unavailable(f"no worker told its limits yet: {self.missing()}")
         return limits
-
-    async def _in_thread(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises RequestError where too many are read already, and what `read` raises."""
-        limit = self.options.max_queued_requests
-        if self._num_parsing > limit:
-            raise self.admission.refusal(f"{self._num_parsing} requests are read (limit {limit})")
-        self._num_parsing += 1  # until the thread is done, even if the client goes away
-        parsing = self._parsers.submit(read, *args, **kwargs)
-        loop = asyncio.get_running_loop()
-        parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(self._parsed))
-        return await asyncio.wrap_future(parsing)
-
-    def _read(
-        self, request: generation_pb2.GenerateRequest, limits: ModelLimits, caller: Caller
-    ) -> tuple[RequestSpec, list[Answer]]:
-        spec = self._parse(request, self.text, limits)
-        spec = replace(spec, tenant=caller.tenant, cache_salt=caller.salt(spec.cache_salt))
-        min_tokens = spec.sampling.min_tokens
-        answers = [
-            Answer(spec, self._new_answer(self.text, spec.stop, min_tokens))
-            for _ in range(spec.num_answers)
-        ]
-        if spec.resumed is not None:
-            for index in spec.open_answers:
-                received = spec.resumed.answers[index]
-                answers[index].resume(received, f"resume.answers[{index}]")
-        return spec, answers
-
-    def _parsed(self) -> None:
-        self._num_parsing -= 1
 
     def _out_of_time(
         self, clocks: list[PhaseClock], limit_s: float, deadline: Deadline

@@ -574,7 +574,7 @@ class GetModelResponse(_message.Message):
     PREFILL_KV_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """As given to `legato serve --model`."""
+    """As given to `legato serve --served-model-name`, or else `--model`."""
     architecture: _builtins.str
     context_length: _builtins.int
     """Tokens of prompt + output."""

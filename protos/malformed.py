@@ -38,7 +38,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # noqa: ANN401  # gRPC's handlers have no common type
-        """Takes over the parsing of every method that is a coroutine."""
+        """Takes over the parsing of every method that is a coroutine, or answers a stream."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
@@ -49,7 +49,14 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
             or handler.stream_unary
             or handler.stream_stream
         )
-        if not inspect.iscoroutinefunction(serve):  # generators of other people's services
+        if inspect.isasyncgenfunction(serve) and handler.request_streaming:  # reflection's
+
+            async def answer(stream: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+                async for response in serve(_ParsedStream(parse, stream, context), context):
+                    yield response
+
+            return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+        if not inspect.iscoroutinefunction(serve):
             return handler
 
         async def serve_one(data: bytes, context: Context) -> Any:  # noqa: ANN401  # as above

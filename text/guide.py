@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 
-from legato.protos.printable import shown
+from legato.text.guide_schema import REPETITION, check_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -18,19 +18,16 @@ if TYPE_CHECKING:
 
 MAX_GUIDE_BYTES = 1 << 16
 MAX_CHOICES = 1024
-MAX_SCHEMA_DEPTH = 64
 # llguidance's own limits do not bound how long it takes to compile a row of many parts that may
-# each be absent: seconds and a gigabyte for 10,000 of them. These are such parts, or may be.
+# each be absent: seconds and a gigabyte for 10,000 of them.
 MAX_REPETITIONS = 256
-_REPETITION = re.compile(r'[*+?]|\{\s*\d|\(\||\|\||\|\)|"multipleOf"')
-_MULTIPLE_COST, _BOTH_COST, _NAMES_COST = 2, 4, 8
 # It goes as deep into rules and references as they lead: 1,000 may end the process.
 MAX_REFERENCES = 256
 _REFERENCE = {
     "json_schema": re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"'),
     "grammar": re.compile(":"),
 }
-_LARK_REPETITION = re.compile(rf"{_REPETITION.pattern}|[\[~]")
+_LARK_REPETITION = re.compile(rf"{REPETITION.pattern}|[\[~]")
 # Models are known to write white space without end where a schema lets them.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 _FIELD = "sampling.guide"
@@ -77,9 +74,9 @@ class Guide:
                             f"{_FIELD}.{kind} has {num_references} {what}, limit {MAX_REFERENCES}"
                         )
                 if kind == "json_schema":
-                    count = _checked_schema(text)
+                    count = check_schema(f"{_FIELD}.json_schema", text)
                 else:
-                    costly = _LARK_REPETITION if kind == "grammar" else _REPETITION
+                    costly = _LARK_REPETITION if kind == "grammar" else REPETITION
                     count = len(costly.findall(text))
                 if count > MAX_REPETITIONS:
                     raise ValueError(
@@ -125,59 +122,3 @@ def _checked_choice(texts: Any) -> tuple[str, ...]:  # noqa: ANN401  # a repeate
         if not text:
             raise ValueError(f"{_FIELD}.choice.texts[{index}] is empty, limit at least 1 character")
     return tuple(dict.fromkeys(texts))
-
-
-def _checked_schema(text: str) -> int:
-    """How many repetitions are in its patterns, multiples included."""
-    # Before it is parsed: parsers go as deep as the text does.
-    if (depth := _depth(text)) > MAX_SCHEMA_DEPTH:
-        raise ValueError(
-            f"{_FIELD}.json_schema is nested {depth} deep or deeper, limit {MAX_SCHEMA_DEPTH}"
-        )
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{_FIELD}.json_schema is {shown(text)}, no JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise ValueError(f"{_FIELD}.json_schema is {shown(text)}, limit a JSON object")
-    return _num_repetitions(schema)
-
-
-def _num_repetitions(value: object) -> int:
-    """At most MAX_SCHEMA_DEPTH deep."""
-    if isinstance(value, list):
-        return sum(map(_num_repetitions, value))
-    if not isinstance(value, dict):
-        return 0
-    patterns = [value.get("pattern")]
-    count = _MULTIPLE_COST if "multipleOf" in value else 0
-    # What has to hold at once is made one automaton: its size is a product.
-    if isinstance(several := value.get("allOf"), list):
-        count += _BOTH_COST * len(several)
-    if "$ref" in value and len(value) > 1:
-        count += _BOTH_COST
-    if isinstance(named := value.get("patternProperties"), dict):
-        count += _NAMES_COST * len(named)
-        patterns += named
-    count += sum(len(_REPETITION.findall(p)) for p in patterns if isinstance(p, str))
-    return count + sum(map(_num_repetitions, value.values()))
-
-
-def _depth(text: str) -> int:
-    """How deep brackets nest outside of strings; the count ends above the limit."""
-    depth = deepest = 0
-    in_string = escaped = False
-    for char in text:
-        if in_string:
-            in_string = escaped or char != '"'
-            escaped = char == "\\" and not escaped
-        elif char == '"':
-            in_string = True
-        elif char in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-            if deepest > MAX_SCHEMA_DEPTH:
-                break
-        elif char in "]}":
-            depth -= 1
-    return deepest

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from legato.cluster.errors import ServiceError, shown
 from legato.cluster.gateway import MAX_REQUEST_BYTES
+from legato.cluster.strict_json import parse_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,12 +103,7 @@ class BatchInput:
 
 def _parse(data: bytes) -> BatchLine:
     """Raises ValueError, in a sentence."""
-    try:
-        value = json.loads(data)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    except ValueError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+    value = parse_json(data, "it", one_line=True)
     if not isinstance(value, dict):
         raise ValueError(f"it is {shown(value)}, limit a JSON object")
     for name in value:
@@ -129,4 +124,8 @@ def _parse(data: bytes) -> BatchLine:
         raise ValueError(f"body is {shown(body)}, limit a JSON object")
     if body.get("stream"):
         raise ValueError("body.stream is set; a batch has whole answers")
+    if body.get("priority") not in (None, "batch"):
+        raise ValueError(
+            f"body.priority is {shown(body['priority'])}, limit 'batch': all lines go so"
+        )
     return BatchLine(custom_id, url, body)

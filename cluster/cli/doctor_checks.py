@@ -1,4 +1,4 @@
-"""What `legato doctor` looks at in a moment: CPU, GPU, memory, disks, limits, the port."""
+"""What `legato doctor` looks at in a moment: CPU, GPU, memory, disks, limits, ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 from legato.cluster.cli.connection import is_open
 from legato.cluster.errors import ServiceError
-from legato.cluster.router_ports import check_port
+from legato.cluster.router_ports import MAX_PORT, check_port, default_http_port
 
 GIB = 1 << 30
 GPU_TIMEOUT_S = 15.0
@@ -52,6 +52,7 @@ def check_machine(port: int) -> list[Finding]:
         check_shm(Path("/dev/shm")),
         check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         check_listening(port),
+        check_listening(default_http_port(port), name="HTTP port", option="--http-port"),
     ]
 
 
@@ -148,15 +149,18 @@ def check_files(limit: int) -> Finding:
     return Finding("open files", level, f"{limit:,} at most", fix)
 
 
-def check_listening(port: int) -> Finding:
-    """Whether a router could listen on loopback."""
+def check_listening(port: int, *, name: str = "port", option: str = "--port") -> Finding:
+    """Whether a router could listen on loopback, at what `option` sets."""
+    if port > MAX_PORT:
+        text = f"{port} is none, {MAX_PORT} is the last"
+        return Finding(name, Level.PROBLEM, text, f"choose another with {option}")
     try:
-        check_port("127.0.0.1", port)
+        check_port("127.0.0.1", port, port_option=option)
     except ServiceError as error:
         here = is_open(f"127.0.0.1:{port}", 1.0)
         level = Level.WARNING if here else Level.PROBLEM
-        return Finding("port", level, str(error))
-    return Finding("port", Level.OK, f"{port} is free")
+        return Finding(name, level, str(error))
+    return Finding(name, Level.OK, f"{port} is free")
 
 
 def _cpu_flags(path: Path) -> frozenset[str]:

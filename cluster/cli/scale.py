@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -106,7 +107,7 @@ def parse_targets(words: list[str]) -> dict[Role, int]:
     targets: dict[Role, int] = {}
     for word in words:
         pool, _, size = word.partition("=")
-        if pool not in roles or not size.isascii() or not size.isdigit():
+        if pool not in roles or re.fullmatch(r"\d{1,18}", size, re.ASCII) is None:
             names = " or ".join(f"{role}=N" for role in roles)
             raise typer.BadParameter(f"must be {names} with N >= 0, got {word!r}")
         role = roles[pool]

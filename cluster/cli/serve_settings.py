@@ -68,6 +68,7 @@ OTHER_VARIABLES = frozenset(
         "OVERLOAD",
         "POOL_CYCLES",
         "PROPERTY_EXAMPLES",
+        "SEED",
         "SIMULATION",
         "TOKENIZERS",
         "VOCABULARIES",

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, Field
 
 from legato.cluster.cli.service_forms import AppendedFile, Collector, Demand, Share
-from legato.cluster.cli.setting_forms import Number, Real, Switch, Text
+from legato.cluster.cli.setting_forms import Matching, Number, Real, Switch, Text
 from legato.cluster.config import RouterOptions
 from legato.cluster.config import ServiceConfig as Config
 from legato.cluster.pool import MAX_POOL_SIZE
@@ -15,6 +15,7 @@ from legato.cluster.resource_demand import NO_DEMAND, ResourceDemand
 from legato.cluster.router_ports import HTTP_OFFSET, MAX_PORT
 
 _POOL = Number(0, MAX_POOL_SIZE)
+_NAME = Matching(r"[!-~]{1,256}", "1 to 256 ASCII characters without spaces", "NAME")
 
 
 class ServiceFlags(BaseModel):
@@ -24,6 +25,10 @@ class ServiceFlags(BaseModel):
 
     model: Annotated[str, Text("FOLDER|FILE|ID")] = Field(
         description="A Hugging Face folder, a hub id, a .gguf file, or `demo` for the demo model."
+    )
+    served_model_name: Annotated[str | None, _NAME] = Field(
+        Config.served_model_name,
+        description="What clients call the model, in the place of what --model says.",
     )
     prefill: Annotated[int, _POOL] = Field(Config.prefill_workers, description="Prefill workers.")
     decode: Annotated[int, _POOL] = Field(Config.decode_workers, description="Decode workers.")

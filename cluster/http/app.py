@@ -29,6 +29,7 @@ from legato.cluster.http.error_response import (
 from legato.cluster.http.front_door import FrontDoor
 from legato.cluster.http.generation import GenerationResponse
 from legato.cluster.http.openapi import describe, gets, posts
+from legato.cluster.http.posted import read_posted
 from legato.cluster.http.request_body import read_object
 from legato.cluster.http.shared_fields import read_fields
 from legato.cluster.page.routes import add_page
@@ -87,36 +88,48 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
     @app.post("/v1/completions", openapi_extra=posts(CompletionFields, "Completion"))
     async def completions(request: Request) -> Response:
         """Completes text or tokens as they stand."""
-        fields = read_fields(await read_object(request), CompletionFields)
-        requests = completion_requests(fields)
-        return _generation(
-            router,
-            request,
-            fields,
-            requests,
-            TextForm(),
-            echo=bool(fields.echo),
-            logprobs=fields.logprobs is not None,
-        )
+        with router.reads(chat=False):
+            fields, requests = await read_posted(router, request, _completion)
+            return _generation(
+                router,
+                request,
+                fields,
+                requests,
+                TextForm(),
+                echo=bool(fields.echo),
+                logprobs=fields.logprobs is not None,
+            )
 
     @app.post("/v1/chat/completions", openapi_extra=posts(ChatFields, "ChatCompletion"))
     async def chat_completions(request: Request) -> Response:
         """The next message of a chat."""
-        fields = read_fields(await read_object(request), ChatFields)
-        requests = [chat_request(fields)]
-        return _generation(
-            router,
-            request,
-            fields,
-            requests,
-            ChatForm(),
-            echo=False,
-            logprobs=bool(fields.logprobs),
-        )
+        with router.reads(chat=True):
+            fields, asked = await read_posted(router, request, _chat)
+            return _generation(
+                router,
+                request,
+                fields,
+                [asked],
+                ChatForm(),
+                echo=False,
+                logprobs=bool(fields.logprobs),
+            )
 
     add_page(app, router)
     describe(app, ChatFields, CompletionFields)
     return app
+
+
+def _completion(
+    body: bytes,
+) -> tuple[CompletionFields, Sequence[generation_pb2.GenerateRequest]]:
+    fields = read_fields(read_object(body), CompletionFields)
+    return fields, completion_requests(fields)
+
+
+def _chat(body: bytes) -> tuple[ChatFields, generation_pb2.GenerateRequest]:
+    fields = read_fields(read_object(body), ChatFields)
+    return fields, chat_request(fields)
 
 
 def _generation(

@@ -15,6 +15,7 @@ import uvicorn
 from legato.cluster.http.app import create_app
 from legato.cluster.http.bounded_connection import bounded_connections
 from legato.cluster.http.idle_connections import HEAD_TIMEOUT_S, IdleConnections, most_idle
+from legato.cluster.http.rare_lines import write_rarely
 from legato.cluster.open_files import PORT_SHARE, share_of_open_files
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class HttpServer:
         """`tls`: as gRPC's port has it; with a CA clients need a certificate of it. By default
         shares of the files that the process may open bound connections, and those that are idle.
         """
+        write_rarely(logging.getLogger("uvicorn.error"))  # which has a line for each wrong request
         self._socket = _listen(host, port)
         bound_host, bound_port = self._socket.getsockname()[:2]
         url_host = f"[{bound_host}]" if ":" in bound_host else bound_host

@@ -75,6 +75,8 @@ def _logit_bias(value: object) -> dict[int, float]:
             raise ValueError(f"has the key {shown(key)}, limit token ids")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"[{key}] is {shown(bias)}, limit [-100, 100]")
+        if int(key) in biases:  # "5" and "05"
+            raise ValueError(f"has token {int(key)} twice, limit once")
         biases[int(key)] = max(-3e38, min(float(bias), 3e38))
     return biases
 

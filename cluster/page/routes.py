@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from legato.cluster.errors import unavailable
 from legato.cluster.http.openapi import texts
+from legato.cluster.http.posted import read_posted
 from legato.cluster.http.request_body import read_object
 from legato.cluster.metrics.exposition import families, written
 from legato.cluster.page.chat import ChatRun, read_chat
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from legato.cluster.page.live_response import Write
     from legato.cluster.router import Router
+    from legato.protos import generation_pb2
 
 PERIOD_S = 1.0
 MAX_VIEWERS = 64
@@ -75,11 +77,14 @@ def add_page(app: FastAPI, router: Router) -> None:
 
         return LiveResponse(serve)
 
+    def read(body: bytes) -> generation_pb2.GenerateRequest:
+        return read_chat(read_object(body), has_template=router.text.has_chat_template)
+
     @app.post("/page/chat", response_class=Response, openapi_extra=CHAT)
     async def chat(request: Request) -> Response:
         """Server-sent events: `tokens`, then `finish` with the way that the request took."""
-        body = await read_object(request)
-        asked = read_chat(body, has_template=router.text.has_chat_template)
+        with router.reads(chat=True):
+            asked = await read_posted(router, request, read)
         return LiveResponse(ChatRun(router, asked, request.headers).serve)
 
 

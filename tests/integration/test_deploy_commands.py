@@ -19,12 +19,12 @@ from deploy_files import DEPLOY, container, groups, ray_cluster, read_unit
 from deployed import (
     Deployed,
     container_env,
-    free_ports,
     operator_env,
     probe,
     terminate,
     wait_probe,
 )
+from ports import free_ports
 from ray_head import TOKEN
 from tiny_models import make_llama_folder
 

@@ -166,7 +166,7 @@ async def test_what_is_wrong_is_said_at_the_door(service: LocalService) -> None:
         ({"json_schema": '{"items":' * 65 + "{}" + "}" * 65}, "nested 65 deep or deeper, limit 64"),
         ({"json_schema": '{"type": "strong"}'}, "sampling.guide.json_schema: "),
         ({"json_schema": "false"}, "json_schema is 'false', limit a JSON object"),
-        ({"json_schema": '{"not": {}}'}, "sampling.guide.json_schema: "),
+        ({"json_schema": '{"not": {}}'}, "the keyword 'not', which is not understood"),
         ({"regex": ".*" * 257}, "regex has 257 repetitions, options and multiples, limit 256"),
         ({"json_schema": '{"type":"string","minLength":3,"maxLength":2}'}, "Unsatisfiable schema"),
         ({"json_schema": '{"$ref": "http://example.com/x"}'}, "json_schema: .*does not fetch"),

@@ -57,6 +57,7 @@ async def test_a_burst_beyond_grpcs_own_backlog_is_answered_by_our_queue() -> No
         ("/legato.v1.Generation/GetModel", b"\xff"),
         ("/legato.v1.Cluster/GetStatus", b"\x80\x04\x95\x1e\x00"),  # how a pickle begins
         ("/grpc.health.v1.Health/Check", b"\x0a\x7f"),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b"\xff"),
     ],
 )
 async def test_malformed_requests_are_the_callers_fault(method: str, data: bytes) -> None:

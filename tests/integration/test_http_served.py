@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 
+NAME = "org/story:1"  # what clients call the model
 BACK_BOUND_S = 60.0  # of a router that was killed, on a busy machine
 
 
@@ -28,7 +29,7 @@ def http_urls(service: Served) -> list[str]:
     return [url.removesuffix("/v1") for url in found[1].split(", ")]
 
 
-def answer(url: str, model: str) -> str:
+def answer(url: str, model: str = NAME) -> str:
     http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
         chat = client.chat.completions.create(
@@ -42,12 +43,18 @@ def answer(url: str, model: str) -> str:
 
 def test_two_routers_serve_http_and_one_that_dies_comes_back_at_its_port(tmp_path: Path) -> None:
     model = str(demo_model_path())
-    with Served(
-        tmp_path / "log", "--model", model, "--routers", "2", "--kv-memory", "128MiB"
-    ) as service:
+    words = ("--model", model, "--served-model-name", NAME, "--routers", "2")
+    with Served(tmp_path / "log", *words, "--kv-memory", "128MiB") as service:
         urls = http_urls(service)
         assert len(set(urls)) == 2
-        said = {answer(url, model) for url in urls}
+        said = {answer(url) for url in urls}
+        with pytest.raises(openai.NotFoundError, match=f"limit '{NAME}'"):
+            answer(urls[0], model)
+        models = httpx2.get(f"{urls[1]}/v1/models", trust_env=False, timeout=5).json()
+        assert [told["id"] for told in models["data"]] == [NAME]
+        assert json.loads(legato("status", "--address", service.address, "--json").stdout)[
+            "model"
+        ] == (NAME)
         assert len(said) == 1
         assert said != {""}
         # Somebody else who wants the port of the first.
@@ -96,6 +103,6 @@ def test_two_routers_serve_http_and_one_that_dies_comes_back_at_its_port(tmp_pat
                 pass
             assert time.monotonic() < deadline_s, "the router did not come back at its port"
             time.sleep(0.2)
-        assert {answer(url, model) for url in urls} == said
+        assert {answer(url) for url in urls} == said
     with pytest.raises(httpx2.TransportError):
         httpx2.get(f"{urls[0]}/health", trust_env=False, timeout=5)

@@ -7,10 +7,8 @@ ended by the mark that each process has in its environment: `ray start` leaves d
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -128,18 +126,6 @@ class Deployed:
             return process.environ().get("RAY_TMPDIR") == self._temp
         except psutil.Error:
             return False
-
-
-def free_ports(count: int) -> list[str]:
-    """All different; none that a process gets that asks for any, as Ray's do meanwhile."""
-    found: list[str] = []
-    for port in random.sample(range(20_000, 30_000), 1000):
-        with socket.socket() as trial, suppress(OSError):
-            trial.bind(("", port))
-            found.append(str(port))
-        if len(found) == count:
-            return found
-    raise RuntimeError(f"fewer than {count} ports are free")
 
 
 def probe(address: str, timeout_s: float = 2.0) -> bool:

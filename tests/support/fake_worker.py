@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from fake_attempts import Attempt, Running, Target
+from fake_faults import Faults
 
 from legato.cluster.control_plane import Role, WorkerEndpoint
 from legato.protos import common_pb2, worker_pb2, worker_pb2_grpc
@@ -34,91 +35,6 @@ SEED = 3  # of the tests' requests
 def scripted_token(prompt: list[int], index: int, seed: int = SEED) -> int:
     """A letter that depends on the prompt, on the position in the answer and on the seed."""
     return ord("a") + (sum(prompt) + 7 * index + (seed - SEED) * (index + 3)) % 26
-
-
-@dataclass
-class Faults:
-    """What goes wrong; all off at first."""
-
-    refuse_reserves: int = 0  # answers to so many Reserves: RESOURCE_EXHAUSTED
-    refusal_code: grpc.StatusCode = grpc.StatusCode.RESOURCE_EXHAUSTED
-    refuse_rows: int | None = None  # so many rows at the end, or more: RESOURCE_EXHAUSTED
-    fail_prefills: int = 0  # so many prefills: INTERNAL before the first token
-    fail_handoffs: int = 0  # so many hand-offs: HandoffFailed by this prefill worker
-    cut_handoffs: int = 0  # so many hand-offs: HandoffFailed, for the KV did not get there
-    out_of_reach: set[str] = field(default_factory=set)  # decode workers that no KV gets to
-    refused_by: set[str] = field(default_factory=set)  # decode workers that take no KV of this one
-    # Decode ends, for the KV stopped coming: once for each item, which several workers may share.
-    lapses: list[str] = field(default_factory=list)
-    skip_index: int | None = None  # decode leaves this token out
-    end_at: int | None = None  # decode ends its stream, without an error, before this token
-    hold_handoff: bool = False  # the KV never arrives
-    hold_joining: bool = False  # decode never begins
-    late_retarget: bool = False  # it crosses the word that the hand-off is done
-    lose_finish: bool = False  # decode sends every token, and never the word that it was the end
-    break_at: int | None = None  # no usable logits for this token, in prefill or decode
-    cut_short_at: int | None = None  # decode finishes as CANCELLED before this token
-    # By seed: an answer leaves as Preempted before these tokens, each once.
-    preempt_at: dict[int, list[int]] = field(default_factory=dict)
-    refuse_after_preemption: int = 0  # so many Reserves, from the next preemption on
-    swaps: int = 0  # that decode tells of every answer
-    hold_parking: bool = False  # decode parks nothing
-    hold_moves: bool = False  # the KV of a parked answer does not get there
-    cut_moves: int = 0  # so many of those: MoveFailed
-    extra_rows: int = 0  # that decode tells of what is parked
-    break_reports: int = 0  # so many times: the connection of the load reports breaks
-    lose_scores: int = 0  # of a prompt's logprobs, so many are left out
-
-
-@dataclass
-class Attempt:
-    """One Decode call."""
-
-    reserve: worker_pb2.Reserve
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
-    stopped: set[int] = field(default_factory=set)
-    num_tokens: dict[int, int] = field(default_factory=dict)  # by answer, of this attempt
-    pauses: dict[int, int] = field(default_factory=dict)  # moves by answer, not resumed
-    parked: set[int] = field(default_factory=set)
-    moves: dict[int, worker_pb2.Move] = field(default_factory=dict)
-
-    def num_blocks(self, block_size: int) -> int:
-        """As long as the KV that it holds; full blocks of the hand-off are shared."""
-        rows, num_answers = len(self.reserve.token_ids), self.reserve.num_answers
-        shared = rows // block_size if num_answers > 1 else 0
-        ends = [rows + 1] * num_answers
-        for answer, count in self.num_tokens.items():
-            ends[answer] = rows + max(1, count)
-        return shared + sum(-(-end // block_size) - shared for end in ends)
-
-
-@dataclass
-class Target:
-    """Where the KV of a Prefill call is to go."""
-
-    ticket: worker_pb2.KvTicket
-    address: str
-    seen: list[worker_pb2.Retarget]
-    num_retargets: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def follow(self, commands: AsyncIterator[worker_pb2.PrefillCommand]) -> None:
-        async for command in commands:
-            self.seen.append(command.retarget)
-            self.ticket = command.retarget.ticket
-            self.address = command.retarget.decode_address
-            self.num_retargets += 1
-            self.changed.set()
-
-
-@dataclass
-class Running:
-    """One answer of a Decode call."""
-
-    index: int  # of its next token
-    seed: int
-    forwards: int = 0
-    batch: list[worker_pb2.SampledToken] = field(default_factory=list)
 
 
 class FakeWorker(

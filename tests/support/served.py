@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import psutil
+from ports import service_port
 
 from legato.cluster.janitor import MARK
 
@@ -58,7 +59,7 @@ class Served:
         self._log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*COMMAND, "serve", "--port", "0", *words],
+                [*COMMAND, "serve", "--port", service_port(), *words],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C goes to the whole group, as in a terminal

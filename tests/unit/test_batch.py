@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -242,13 +243,22 @@ async def test_a_service_that_ends_is_not_waited_for() -> None:
         ("", "has no request in it"),
         ("\n\n", "has no request in it"),
         ("{}\nx", "line 1: custom_id is None"),
-        (json.dumps(line("a")) + "\nnonsense\n", "line 2: it is no JSON"),
+        (json.dumps(line("a")) + "\nnonsense\n", "line 2: it is no JSON at column 2"),
+        (json.dumps(line("a"))[:-1] + ', "custom_id": "b"}', "line 1: it has 'custom_id' twice in"),
+        (json.dumps(line("a"))[:-2] + ', "n": 1, "n": 2}}', "line 1: it has 'n' twice in one ob"),
+        (json.dumps(line("a", temperature=math.nan)), r"line 1: it has NaN or Infinity at column"),
+        (json.dumps(line("a", user="\ud83d")), "line 1: it has half a surrogate pair"),
+        ("\ufeff" + json.dumps(line("a")), "line 1: it begins with a byte order mark"),
         (json.dumps(line("a")) + "\n" + json.dumps(line("a")), "line 2: custom_id 'a' comes twice"),
         (json.dumps(line("a") | {"method": "GET"}), "method is 'GET', limit 'POST'"),
         (json.dumps(line("a") | {"url": "/v1/embeddings"}), "url is '/v1/embeddings'"),
         (json.dumps(line("a") | {"body": []}), r"body is \[\]"),
         (json.dumps(line("a") | {"more": 1}), "'more' is no field of it"),
         (json.dumps(line("a", stream=True)), "body.stream is set"),
+        (
+            json.dumps(line("a", priority="interactive")),
+            "body.priority is 'interactive', limit 'ba",
+        ),
         ("[" * 100_000, "line 1: it nests too deep"),
         ("[1]", "line 1: it is \\[1\\]"),
         ('{"custom_id": "' + "a" * 600 + '"}', "limit a string of 1 to 512"),

@@ -332,6 +332,10 @@ def test_the_command_prints_lines_and_writes_page_and_plot(
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert "pool full: 180 // 4 = 45" in texts
     assert f"{expected['preemptions']} preempted" in texts
+    described = {child.tag.rpartition("}")[2]: child.text for child in svg.getroot()}
+    assert described["title"]
+    assert "from 45 on the pool of KV blocks is full" in (described["desc"] or "")
+    assert f"{100 * expected['blocks_held']:.0f} % for expected" in (described["desc"] or "")
 
 
 @pytest.mark.usefixtures("threads_as_before")

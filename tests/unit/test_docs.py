@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 # Manifests and units have tests of their own, which read their commands as they are run.
 DEPLOYED = [p for p in [*ROOT.glob("deploy/*"), *ROOT.glob("deploy/examples/*")] if p.is_file()]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *DEPLOYED])
-PICTURES = sorted(ROOT.glob("docs/pictures/*.svg"))
+PICTURES = sorted(ROOT.glob("docs/**/*.svg"))
 METRICS = {metric.name for metric in CATALOGUE}
 COMMANDS: dict[str, Any] = getattr(typer.main.get_command(cli.build_app()), "commands", {})
 

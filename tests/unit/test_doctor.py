@@ -97,14 +97,18 @@ def test_a_port_that_is_taken() -> None:
         found = check_listening(port)
         assert found.level is WARNING
         assert f"port {port} on 127.0.0.1 is in use; choose another with --port" in found.text
+        found = check_listening(port, name="HTTP port", option="--http-port")
+        assert (found.name, found.level) == ("HTTP port", WARNING)
+        assert found.text.endswith("is in use; choose another with --http-port")
     assert check_listening(port).level is OK
+    assert check_listening(65_536, option="--http-port").fix == "choose another with --http-port"
 
 
 def test_this_machine_is_looked_at_as_a_whole() -> None:
     found = check_machine(0)
     assert {each.name for each in found} == {
         "CPU", "memory", "GPU", "disk for models", "disk for Ray", "shared memory", "open files",
-        "port",
+        "port", "HTTP port",
     }  # fmt: skip
     assert all(each.text for each in found)
 

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from tiny_models import VOCAB_SIZE, write_byte_tokenizer
 
 from legato.protos import common_pb2
-from legato.text import guide_book
+from legato.text import guide_book, guide_schema
 from legato.text.guide import MAX_GUIDE_BYTES, Guide
 from legato.text.guide_book import GuideBook
 from legato.text.guide_probe import probe_grammar
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GuideChoice = common_pb2.GuideChoice
+NEWEST = "https://json-schema.org/draft/2020-12/schema"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,20 @@ def try_to_open(book: GuideBook, **fields: Any) -> None:  # noqa: ANN401  # of t
         ({"regex": r"[^\s\S]"}, r"regex: no text that the model can write keeps to it"),
         ({"json_schema": '{"type": "strong"}'}, r"sampling\.guide\.json_schema: "),
         ({"json_schema": '{"enum": []}'}, r"sampling\.guide\.json_schema: "),
-        ({"json_schema": '{"unevaluatedItems": false}'}, r"guide\.json_schema: Unimplemented keys"),
+        (
+            {"json_schema": '{"unevaluatedItems": false}'},
+            r"keyword 'unevaluatedItems', w",
+        ),
+        ({"json_schema": '{"maxLenght": 3}'}, r"not understood; did you mean maxLength\?"),
+        ({"json_schema": '{"anyOf": [{"$defs": {"a": {"items": {"nul": 1}}}}]}'}, r"keyword 'nul'"),
+        (
+            {"json_schema": '{"not": {}, "$schema": "http://json-schema.org/draft-04/schema#"}'},
+            "'n",
+        ),
+        ({"json_schema": '{"not": {}, "x-guidance": {"lenient": true}}'}, r"keyword 'not', which"),
+        ({"json_schema": '{"x-guidance": {"coerce_one_of": true}}'}, r"keyword 'x-guidance', wh"),
+        ({"json_schema": '{"type": "object", "type": "array"}'}, r"'type' twice in one object"),
+        ({"json_schema": '{"enum": [{"a": 1, "b": 2, "a": 3}]}'}, r"json_schema has 'a' twice in"),
         ({"grammar": "start: other"}, r"sampling\.guide\.grammar: "),
         ({"grammar": "start: <[256]>"}, r"grammar: no text of at least one token keeps to it"),
         ({"grammar": 'start: ""'}, r"grammar: no text of at least one token keeps to it"),
@@ -109,6 +123,85 @@ def test_question_marks_in_descriptions_are_no_repetitions(book: GuideBook) -> N
 
 def test_brackets_in_strings_nest_nothing(book: GuideBook) -> None:
     try_to_open(book, json_schema=json.dumps({"enum": ["[" * 100, '"' + "{" * 100, "\\" * 9]}))
+
+
+RULES: dict[str, tuple[dict[str, Any], str, str]] = {  # a schema, what keeps to it, what does not
+    "$ref": ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, "null", "1"),
+    "additionalItems": (
+        {"type": "array", "items": [{"const": 1}], "additionalItems": False},
+        "[1]",
+        "[1,2]",
+    ),
+    "additionalProperties": ({"type": "object", "additionalProperties": False}, "{}", '{"a":1}'),
+    "allOf": ({"allOf": [{"minimum": 2}, {"type": "integer"}]}, "2", "1"),
+    "anyOf": ({"anyOf": [{"const": 1}, {"const": 2}]}, "2", "3"),
+    "const": ({"const": 1}, "1", "2"),
+    "enum": ({"enum": [1, 2]}, "2", "3"),
+    "exclusiveMaximum": ({"type": "integer", "exclusiveMaximum": 5}, "4", "5"),
+    "exclusiveMinimum": ({"type": "integer", "exclusiveMinimum": 5}, "6", "5"),
+    "format": ({"type": "string", "format": "date"}, '"2020-01-01"', '"x"'),
+    "items": ({"type": "array", "items": {"const": 1}}, "[1]", "[2]"),
+    "maxItems": ({"type": "array", "maxItems": 1}, "[1]", "[1,1]"),
+    "maxLength": ({"type": "string", "maxLength": 1}, '"a"', '"aa"'),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, '{"a":1}', '{"a":1,"b":1}'),
+    "maximum": ({"type": "integer", "maximum": 5}, "5", "6"),
+    "minItems": ({"type": "array", "minItems": 1}, "[1]", "[]"),
+    "minLength": ({"type": "string", "minLength": 1}, '"a"', '""'),
+    "minProperties": ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
+    "minimum": ({"type": "integer", "minimum": 5}, "5", "4"),
+    "multipleOf": ({"type": "integer", "multipleOf": 5}, "10", "11"),
+    "oneOf": ({"oneOf": [{"type": "null"}, {"type": "integer"}]}, "null", "true"),
+    "pattern": ({"type": "string", "pattern": "^a$"}, '"a"', '"b"'),
+    "patternProperties": (
+        {"type": "object", "patternProperties": {"^a$": {"const": 1}}},
+        '{"a":1}',
+        '{"a":2}',
+    ),
+    "prefixItems": ({"type": "array", "prefixItems": [{"const": 1}]}, "[1]", "[2]"),
+    "properties": ({"type": "object", "properties": {"a": {"const": 1}}}, '{"a":1}', '{"a":2}'),
+    "required": ({"type": "object", "required": ["a"]}, '{"a":1}', "{}"),
+    "type": ({"type": "null"}, "null", "1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("draft", "num_refused"),
+    [
+        (None, 0),
+        ("https://json-schema.org/draft/2020-12/schema", 0),
+        ("https://json-schema.org/draft/2019-09/schema", 1),
+        ("http://json-schema.org/draft-07/schema#", 1),
+        ("http://json-schema.org/draft-06/schema#", 1),
+        ("http://json-schema.org/draft-04/schema#", 7),  # all of those with a const in them too
+    ],
+)
+def test_every_keyword_that_is_taken_holds(
+    book: GuideBook, draft: str | None, num_refused: int
+) -> None:
+    assert RULES.keys() == guide_schema._RULES
+    for keyword, (rule, good, bad) in RULES.items():
+        schema = rule if draft is None else {**rule, "$schema": draft}
+        try:
+            guide = Guide.read(common_pb2.Guide(json_schema=json.dumps(schema)))
+        except ValueError as error:
+            assert "which its $schema has not" in str(error)  # noqa: PT017  # most are taken
+            num_refused -= 1
+            continue
+        for text, keeps in ((good, True), (bad, False)):
+            matcher = book.open(guide, eos_token_ids=[257], stop_token_ids=[], ignore_eos=False)
+            try:
+                matcher.advance(list(text.encode()))
+                may_end = matcher.source.is_accepting()
+            except ValueError:
+                may_end = False
+            assert may_end == keeps, (keyword, text)
+    assert num_refused == 0
+
+
+def test_remarks_and_words_of_others_are_taken(book: GuideBook) -> None:
+    schema = dict.fromkeys(guide_schema._REMARKS - {"$defs", "definitions"}, "x")
+    names = {"properties": {"not": {"type": "null"}, "maxLenght": True}, "x-order": {"not": 1}}
+    try_to_open(book, json_schema=json.dumps({**schema, **names, "$schema": NEWEST, "$id": "a:b"}))
 
 
 def test_every_case_can_be_opened(book: GuideBook) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
+import threading
 import time
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
@@ -19,7 +21,9 @@ from router_service import FakeControl, Service, ask, collect, fake_router, unti
 from legato.cluster.config import RouterOptions
 from legato.cluster.http import idle_connections
 from legato.cluster.http import server as http_server
+from legato.cluster.http.rare_lines import RareLines
 from legato.cluster.http.server import HttpServer
+from legato.cluster.strict_json import parse_json
 
 if TYPE_CHECKING:
     from http_service import HttpService
@@ -82,6 +86,101 @@ async def test_a_client_that_leaves_before_its_whole_answer_frees_everything() -
         asking.cancel()
         await asyncio.wait({asking})
         await settled_within(service, GONE_BOUND_S)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/page/chat"])
+async def test_a_client_that_leaves_within_its_body_is_nobodys_fault(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with http_service() as service:
+        host, port = service.service.router.http_address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            'content-length: 100\r\n\r\n{"prompt"'.encode()
+        )
+        await writer.drain()
+        await asyncio.sleep(0.1)  # the body is being read
+        writer.close()
+        await asyncio.sleep(0.1)
+        assert (await service.post(TEXT, **asked(1, prompt="hello"))).status_code == 200
+    assert caplog.records == []
+
+
+async def test_what_is_refused_of_a_body_is_counted_as_over_grpc() -> None:
+    async with http_service() as service:
+        wrong = (
+            (TEXT, asked(1, prompt="a", such_a_field=1), 400),
+            (TEXT, asked(1, prompt="a", temperature="1"), 400),
+            (TEXT, asked(100_000, prompt="a"), 400),  # by a rule of the router's
+            (TEXT, asked(1, prompt="a", model="other"), 404),
+            (CHAT, asked(1, messages=[]), 400),
+            (CHAT, asked(1, messages=[{"role": "user", "content": "a"}], tools=[{}]), 400),
+            ("/page/chat", {"messages": 3}, 400),
+        )
+        router = service.service.router
+        for path, fields, status in wrong:
+            assert (await service.post(path, **fields)).status_code == status
+        assert router.counters.refused == len(wrong)
+        assert (await service.post(TEXT, **asked(1, prompt="hello"))).status_code == 200
+        told = (await service.http.get("/metrics")).text
+    refused = f'{{outcome="refused",priority="interactive"}} {len(wrong):.1f}'
+    assert f"legato_requests_total{refused}" in told
+    assert 'legato_refusals_total{reason="invalid_field"} 6.0' in told
+    assert 'legato_refusals_total{reason="unknown_field"} 1.0' in told
+    assert 'legato_requests_total{outcome="completed",priority="interactive"} 1.0' in told
+
+
+async def test_what_is_no_http_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with http_service() as service:
+        host, port = service.service.router.http_address.split(":")
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"\x80\x04\x95 no request\r\n\r\n")
+            assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+    assert len([r for r in caplog.records if r.name == "uvicorn.error"]) <= 2
+
+
+def test_of_a_message_there_is_a_line_in_a_while_with_how_many_were_left_out() -> None:
+    now_s = [0.0]
+    lines = RareLines(now=lambda: now_s[0])
+
+    def written(text: str, level: int = logging.WARNING) -> str | None:
+        record = logging.LogRecord("a", level, "", 0, text, None, None)
+        return record.getMessage() if lines.filter(record) else None
+
+    assert [written("a"), written("a"), written("b"), written("a")] == ["a", None, "b", None]
+    assert [written("a", logging.ERROR)] * 2 == ["a", "a"]
+    now_s[0] = 10.0
+    assert [written("a"), written("a"), written("b")] == [
+        "a (2 more since the last such line)",
+        None,
+        "b",
+    ]
+    now_s[0] = 20.0
+    assert written("a") == "a (1 more since the last such line)"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/page/chat"])
+async def test_a_large_body_is_read_beside_the_event_loop(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a million ids, or of a hundred thousand keys, it takes half a second of a processor.
+    on_loop = []
+
+    def note(body: bytes, what: str) -> object:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return parse_json(body, what)
+
+    monkeypatch.setattr("legato.cluster.http.request_body.parse_json", note)
+    async with http_service(prefill=FakeWorker("prefill", total_blocks=400)) as service:
+        for size in (10, 70_000):
+            content = [{"role": "user", "content": "a" * size}]
+            fields = {"prompt": "a" * size} if path == TEXT else {"messages": content}
+            response = await service.post(path, max_tokens=2, **fields)
+            assert response.status_code == (200 if size == 10 else 400), response.text
+    assert on_loop == [True, False]
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:

@@ -40,6 +40,11 @@ USER = [{"role": "user", "content": "hello"}]
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "stop_token_ids[0] is 'a'"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias has the key 'a'"),
         ({"logit_bias": {"1": "a"}}, "logit_bias[1]", "logit_bias[1] is 'a', limit [-100, 100]"),
+        (
+            {"logit_bias": {"5": 1, "05": 2}},
+            "logit_bias",
+            "logit_bias has token 5 twice, limit once",
+        ),
         ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]"),
         (
             {"response_format": {"type": "xml"}},
@@ -234,6 +239,7 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
     stops = json.dumps(asked(1, prompt="a", stop=["s"] * 100_000)).encode()
     mixed = json.dumps(asked(1, prompt=[1] * 1_000_000 + ["a"])).encode()
     biases = json.dumps(asked(1, prompt="a", logit_bias=dict.fromkeys(range(100_000), 1))).encode()
+    few_biases = biases[: biases.index(b'"50000"') - 2] + b"}}"
     quotes = b'{"prompt":"' + b'\\"[' * 1_000_000
     nested = b'{"prompt":[' + b"[]," * 1_300_000 + b"[]]}"
     async with http_service() as service:
@@ -248,7 +254,8 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
             (prompts, 400, "100000 prompts"),
             (stops, 400, "100000 entries"),
             (mixed, 400, "prompt[1000000]"),
-            (biases, 400, "100000 entries"),
+            (biases, 400, "members of objects, limit 60000"),
+            (few_biases, 400, "50000 entries"),
             (nested, 400, "lists and objects, limit 20000"),
             (quotes, 400, "lists and objects, limit 20000"),
             (b"x" * (MAX_REQUEST_BYTES + 1), 413, f"limit {MAX_REQUEST_BYTES}"),
@@ -265,9 +272,10 @@ async def test_large_bodies_are_refused_at_once_and_kept_nowhere() -> None:
 
 
 async def test_texts_may_have_as_many_brackets_as_they_like() -> None:
-    text = 'a["b\\"] = {c: [d]}' * 20
+    text = 'a["b\\"] = {c: [d:e]}' * 20
     messages = [{"role": "user", "content": text * 40}] * 60
     assert json.dumps(messages).count("[") > 20_000
+    assert json.dumps(messages).count(":") > 60_000
     async with http_service() as service:
         response = await service.post(CHAT, **asked(2, messages=messages))
     assert response.status_code == 400  # of the fake router: longer than its workers hold

@@ -35,7 +35,7 @@ def test_auto_is_the_environment_then_this_machines_cluster(
     assert running_cluster(file) == "192.0.2.2:6379"
 
 
-@pytest.mark.parametrize("address", ["here", "h:", ":6379", "h:0", "h:65536", "h:x"])
+@pytest.mark.parametrize("address", ["here", "h:", ":6379", "h:0", "h:65536", "h:x", "h:²"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ServiceError, match="must be auto or host:port"):
         resolve_ray_address(address)

@@ -17,6 +17,7 @@ from router_service import FakeControl, Service, ask, collect, expected, fake_ro
 from legato.cluster.client import Client
 from legato.cluster.config import RouterOptions
 from legato.cluster.gateway import CLUSTER, GENERATION, MAX_REQUEST_BYTES
+from legato.cluster.request import parse_request
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2
 
@@ -69,6 +70,40 @@ async def test_reflection_lists_the_services() -> None:
         response = await stub.ServerReflectionInfo(iter([request])).read()
         names = {item.name for item in response.list_services_response.service}
         assert {GENERATION, CLUSTER, "grpc.health.v1.Health"} <= names
+
+
+UNKNOWN = b"\xf8\x06\x01"  # field 111, varint 1
+# What some methods must have as well, or another field is named before.
+NEEDED = {
+    "ScalePool": cluster_pb2.ScalePoolRequest(
+        targets=[cluster_pb2.PoolTarget(role=PREFILL, target=1)]
+    ),
+    "Generate": generation_pb2.GenerateRequest(text="x"),
+}
+
+
+async def test_no_method_overlooks_a_field_of_newer_clients() -> None:
+    services = [
+        *generation_pb2.DESCRIPTOR.services_by_name.values(),
+        *cluster_pb2.DESCRIPTOR.services_by_name.values(),
+    ]
+    methods = {method.name: method for service in services for method in service.methods}
+    assert methods.keys() > {"Generate", "GetModel", "GetStatus", "ScalePool", "Shutdown"}
+    async with Service(*pair()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        service.router.reader.parse = parse_request
+        for name, method in methods.items():
+            needed = NEEDED[name].SerializeToString() if name in NEEDED else b""
+            call = channel.unary_stream(f"/{method.containing_service.full_name}/{name}")
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call(needed + UNKNOWN, timeout=5).read()
+            assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED, name
+            told = raised.value.details() or ""
+            assert told.startswith(f"{method.input_type.name} has field number 111"), name
+        assert service.control.shutdowns == service.control.drained == []
+        within = cluster_pb2.ScalePoolRequest()
+        within.targets.add(role=PREFILL, target=1).MergeFromString(UNKNOWN)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"targets\[0\] has field number 111"):
+            await cluster_pb2_grpc.ClusterStub(channel).ScalePool(within, timeout=5)
 
 
 async def test_the_model_and_its_limits() -> None:
@@ -259,7 +294,7 @@ async def test_an_unforeseen_error_shows_a_reference_and_no_more(
         def broken(*_: object) -> Any:  # noqa: ANN401
             raise KeyError("a secret of the prompt")
 
-        service.router._parse = broken
+        service.router.reader.parse = broken
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await collect(service, ask("hello", 5))
         assert raised.value.code() is grpc.StatusCode.INTERNAL
@@ -285,7 +320,7 @@ async def test_requests_up_to_exactly_the_message_limit_pass() -> None:
             seen.append(request.ByteSize())
             return parse(ask("short", 1), *rest)
 
-        parse, service.router._parse = service.router._parse, short
+        parse, service.router.reader.parse = service.router.reader.parse, short
         async for _ in service.client.generate(request_of_size(MAX_REQUEST_BYTES), timeout_s=10):
             pass
         assert seen == [MAX_REQUEST_BYTES]
@@ -320,14 +355,14 @@ async def test_two_services_do_not_share_a_port() -> None:
 
 async def test_slow_parsing_holds_up_nobody_else() -> None:
     async with Service(*pair()) as service:
-        parse = service.router._parse
+        parse = service.router.reader.parse
 
         def slow_for_long_texts(request: Any, *rest: Any) -> Any:  # noqa: ANN401
             if len(request.text) > 50:
                 time.sleep(0.8)
             return parse(request, *rest)
 
-        service.router._parse = slow_for_long_texts
+        service.router.reader.parse = slow_for_long_texts
         long = asyncio.create_task(collect(service, ask("x" * 60, 2)))
         await until(lambda: service.router.num_in_flight == 1)
         assert (await collect(service, ask("short", 3))).token_ids == expected("short", 3)

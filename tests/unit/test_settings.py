@@ -235,6 +235,28 @@ def test_the_command_line_says_it_in_one_line(
     )
 
 
+def test_a_log_that_may_be_written_is_not_begun(tmp_path: Path) -> None:
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.write_text("a line\n")
+    for path in (there, new):
+        config = load({"model": "m", "request_log": str(path)}, None).config
+        assert config.router.request_log == str(path)
+    assert there.read_text() == "a line\n"
+    assert not new.exists()
+    with pytest.raises(SettingError, match=r"cannot append to '.*/no/log': No such file"):
+        load({"model": "m", "request_log": str(tmp_path / "no" / "log")}, None)
+
+
+def test_the_name_that_clients_know_a_model_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_MODEL", "/models/m")
+    assert load({}, None).config.public_model_name == "/models/m"
+    assert load({"served_model_name": "org/m"}, None).config.public_model_name == "org/m"
+    for wrong in ("a b", "", "é", "a" * 257):
+        with pytest.raises(SettingError, match="must be 1 to 256 ASCII characters without") as told:
+            load({"served_model_name": wrong}, None)
+        assert told.value.name == "--served-model-name"
+
+
 def test_options_variables_and_the_file_reach_the_service(
     monkeypatch: pytest.MonkeyPatch, written: Callable[[str], Path]
 ) -> None:
