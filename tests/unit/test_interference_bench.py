@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -676,6 +677,39 @@ def test_a_run_in_which_all_is_well_exits_0_and_bad_words_exit_2(
         compare("openvino,nobody")
     assert refused.value.code == 2
     assert "'nobody' is none of" in capfd.readouterr().err
+
+
+async def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 8192}')
+    server = tmp_path / "peers/llamacpp/bin/llama-server"
+    server.parent.mkdir(parents=True)
+    pid_file = tmp_path / "pid"
+    server.write_text(f"#!/bin/sh\necho $$ >{pid_file}\nexec sleep 600\n")
+    server.chmod(0o755)
+    (server.parent / "python").symlink_to(sys.executable)
+    runner = tmp_path / "runner.py"
+    runner.write_text(RUNNER)
+    code = (
+        "import sys; from pathlib import Path; "
+        "from legato.bench.peers.interference import __main__ as bench; "
+        f"bench.RUNNERS['llamacpp'] = Path({str(runner)!r}); sys.exit(bench.main(sys.argv[1:]))"
+    )
+    words = ["--model", str(model), "--environments", str(tmp_path / "peers")]
+    words += ["--peers", "llamacpp", "--work-dir", str(tmp_path / "work")]
+    async with ServerProcess([sys.executable, "-c", code, *words]) as bench:
+
+        async def ready() -> bool:
+            return pid_file.exists() and pid_file.read_text().endswith("\n")
+
+        await bench.until(ready, 60)
+        number = int(pid_file.read_text())
+        os.kill(bench.process_ids()[0], signal.SIGTERM)
+        until_s = time.monotonic() + 30
+        while psutil.pid_exists(number) and psutil.Process(number).status() != "zombie":
+            assert time.monotonic() < until_s, "the server lives on"
+            await asyncio.sleep(0.05)
 
 
 def test_install_script_says_why_a_peer_is_not_there(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ RUNNERS = {
 _REST_S = 1.0  # after what was cut off, until the next phase
 _WARM_UP_S = 4.0
 _PHASE_MARGIN_S = 60.0
+_EXIT_TOLD = 143
 _FAILURES = (PeerError, ValueError, OSError, TimeoutError)
 _START_OF_REASON = 2000  # characters
 
@@ -94,6 +96,13 @@ async def compare(plan: Plan) -> tuple[list[Turn], list[tuple[str, str]]]:
     return turns, failures
 
 
+async def _until_told(plan: Plan) -> tuple[list[Turn], list[tuple[str, str]]]:
+    """SIGTERM ends it as Ctrl-C does: with all that it has started."""
+    comparing = asyncio.ensure_future(compare(plan))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, comparing.cancel)
+    return await comparing
+
+
 def _check_installed(rig: Rig, contender: Contender) -> None:
     if not contender.is_peer:
         return
@@ -138,7 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = _plan(arguments)
     plan.rig.work_dir.mkdir(parents=True, exist_ok=True)
     _print({"workload": asdict(plan.workload), "num_threads": plan.rig.num_threads})
-    turns, failures = asyncio.run(compare(plan))
+    try:
+        turns, failures = asyncio.run(_until_told(plan))
+    except asyncio.CancelledError:
+        return _EXIT_TOLD
     turned, found = rows(turns), ratios(turns)
     for row in turned:
         _print({"row": as_json(row)})
