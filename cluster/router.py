@@ -37,6 +37,7 @@ from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
 from legato.cluster.resumption import check_model
+from legato.cluster.spoken_time import spoken_time
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
 from legato.cluster.unread_demand import unread_demand
@@ -120,6 +121,7 @@ class Router:
             refusal=self.admission.refusal,
         )
         self._in_flight = InFlight()
+        self._turn = asyncio.Lock()  # of those that have been read, to be taken into the queue
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -349,6 +351,10 @@ class Router:
         owner: Ownership,
         record: RequestRecord,
     ) -> None:
+        async with self._turn:
+            # One a round of the loop: of hundreds that come at once, each with many answers, the
+            # first would be heard of, and health be asked for, only after the last is in.
+            await asyncio.sleep(0)
         prompt = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
         entries = self.admission.enter(len(spec.open_answers), deadline, prompt)
         window = None
@@ -443,11 +449,12 @@ class Router:
             )
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
+            phase = clock.phase.name.lower()
             return RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"{deadline.name} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",
+                f"{deadline.name} of {spoken_time(limit_s)} passed in phase {phase}",
             )
-        return unavailable(f"{limit_s:.3g} s passed without a worker: {self.missing()}")
+        return unavailable(f"{spoken_time(limit_s)} passed without a worker: {self.missing()}")
 
     # --- state --------------------------------------------------------------------------------
 
