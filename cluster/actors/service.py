@@ -168,12 +168,14 @@ class RayService:
         return None if raw is None else [cluster_pb2.PoolStatus.FromString(data) for data in raw]
 
     def end_asked(self) -> float | None:
-        """The seconds given to running requests, once somebody asked for the end."""
+        """The seconds given to running requests, each time that somebody asked for the end."""
         return None if self._routers is None else self._routers.end_asked()
 
     def begin_drain(self, drain_timeout_s: float) -> list[Any]:
-        """Closes the routers to new requests; `done` tells when the running ones have ended."""
-        return [] if self._routers is None else self._routers.begin_end(drain_timeout_s)
+        """Closes the routers to new requests; `done` tells when the running ones have ended. The
+        newest call's time counts.
+        """
+        return [] if self._routers is None else self._routers.begin_drain(drain_timeout_s)
 
     def num_cut(self, calls: list[Any]) -> int:
         """Of calls of `begin_drain` that have ended: how many requests had not, and were cut."""
@@ -183,11 +185,12 @@ class RayService:
                 num_cut += ray.get(call, timeout=0)
         return num_cut
 
-    def begin_stop(self) -> list[Any]:
-        """Ends the workers."""
-        if self._controller is None:
-            return []
-        return [self._controller.handle.stop_workers.remote(STOP_GRACE_S)]
+    def begin_stop(self, num_cut: int) -> list[Any]:
+        """Closes the ports, where those who wait are told how many were cut; ends the workers."""
+        calls = [] if self._routers is None else self._routers.begin_close(num_cut)
+        if self._controller is not None:
+            calls.append(self._controller.handle.stop_workers.remote(STOP_GRACE_S))
+        return calls
 
     def done(self, calls: list[Any], timeout_s: float) -> bool:
         """Waits for calls of `begin_...`; True when all have ended, well or not."""
