@@ -108,6 +108,10 @@ class Controller:
         self._remember_changes()
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
+            ready = pool.in_state(WorkerState.READY)
+            for worker in ready:
+                if worker.leaves and (not pool.target or any(not w.leaves for w in ready)):
+                    self._drain(worker, now_s)
             for worker in pool.in_state(WorkerState.STARTING):
                 if self._launcher.lacks_room(worker.name):
                     worker.since_s = now_s
@@ -160,17 +164,20 @@ class Controller:
         return RoleChange(worker.known_id, self._targets())
 
     def drain_worker(self, worker_id: str, now_s: float) -> str:
-        """The worker drains and goes; another is started in its place at once. Its id in full.
+        """The worker drains and goes; another is started in its place at once. Its id in full. The
+        last ready one of its pool serves until the other is ready.
 
         Raises:
             UnknownWorkerError: nobody's id is, or begins with, `worker_id`.
             RoleChangeRefusedError: it is not ready.
             ValueError: the id is empty or begins several.
         """
-        _, worker = find_worker(self._pools.values(), worker_id)
+        pool, worker = find_worker(self._pools.values(), worker_id)
         check_ready(worker, "can be drained")
         log.info("worker %s (%s) is drained by hand", worker.name, worker.known_id)
-        self._drain(worker, now_s)
+        worker.leaves = True
+        if any(not w.leaves for w in pool.in_state(WorkerState.READY)):
+            self._drain(worker, now_s)
         self.step(now_s)
         return worker.known_id
 
