@@ -121,7 +121,10 @@ class Owner:
             cores = len(os.sched_getaffinity(0))
             num_actors = config.num_workers + 1 + config.num_routers
             facts = service.start_own(
-                self._temp.ray_folder, cores if config.asks_cpus else num_actors
+                self._temp.ray_folder,
+                cores if config.asks_cpus else num_actors,
+                deadline_s - time.monotonic(),
+                lambda: self._progress.stage("Ray did not start in time; tried once more"),
             )
             self._progress.stage("Ray started")
         else:
