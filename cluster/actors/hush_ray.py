@@ -10,8 +10,8 @@ log = logging.getLogger(__name__)
 
 
 def hush_ray() -> None:
-    """From now on, in this process. Of each worker that is lost Ray would print a long line with ids
-    of its own, beside ours. Where this Ray has another name for what prints them, it goes on.
+    """From now on, in this process. Of each worker that is lost Ray would print a long line with
+    ids of its own, beside ours. Where this Ray has another name for what prints them, it goes on.
     """
     if callable(getattr(worker, "print_to_stdstream", None)):
         worker.print_to_stdstream = _note

@@ -65,7 +65,7 @@ class RayService:
         on_retry: Callable[[], None] = lambda: None,
     ) -> ClusterFacts:
         """Starts a Ray for this service alone; it ends with this process, however that ends. On a
-        busy machine Ray may give itself up: then there is one more try, where `bound_s` is not over.
+        busy machine Ray may give itself up: there is one more try, where `bound_s` is not over.
 
         Raises:
             ServiceError: it does not start.

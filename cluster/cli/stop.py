@@ -66,7 +66,7 @@ def stop(
 def _await_end(
     where: str,
     owner: psutil.Process | None,
-    ending: grpc.CallFuture[cluster_pb2.ShutdownResponse],
+    ending: grpc.Future[cluster_pb2.ShutdownResponse],
     drain_s: float,
 ) -> int:
     """Returns how many requests were cut, when the port is closed and the process is gone.
@@ -94,18 +94,16 @@ def _await_end(
     return _num_cut(ending)
 
 
-def _num_cut(ending: grpc.CallFuture[cluster_pb2.ShutdownResponse]) -> int:
+def _num_cut(ending: grpc.Future[cluster_pb2.ShutdownResponse]) -> int:
     import grpc
 
     try:
         return int(ending.result(timeout=1.0).num_cut)
     except grpc.FutureTimeoutError:
         return 0
-    except grpc.RpcError:
-        if ending.code() in (
-            grpc.StatusCode.UNAVAILABLE,
-            grpc.StatusCode.CANCELLED,
-        ):  # it ended without a word: its process was killed
+    except grpc.RpcError as error:
+        gone = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        if isinstance(error, grpc.Call) and error.code() in gone:  # its process was killed
             return 0
         raise
 
