@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": "bench",
     "profile": "profile",
     "plan": "plan",
+    "experiments": "experiments",
     "certs": "certs",
     "demo": "demo",
 }
