@@ -150,7 +150,7 @@ def generate(
         for number, answer in enumerate(answers, start=1):
             if n > 1:
                 console.print(f"\n{number} of {n}", highlight=False)
-            console.print(timing_table(answer))
+            console.print(timing_table(answer), soft_wrap=True)
 
 
 def make_request(
