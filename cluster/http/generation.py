@@ -113,13 +113,16 @@ class GenerationResponse(Response):
         async def deliver(response: generation_pb2.GenerateResponse) -> None:
             await take(completion.take(prompt, response))
 
-        await self._router.generate(
-            self._wanted.requests[prompt],
-            deliver,
-            self._time_left_s,
-            lambda spec: completion.begin(prompt, spec),
-            headers=self._request_headers,
-        )
+        try:
+            await self._router.generate(
+                self._wanted.requests[prompt],
+                deliver,
+                self._time_left_s,
+                lambda spec: completion.begin(prompt, spec),
+                headers=self._request_headers,
+            )
+        except RequestError as error:
+            raise self._wanted.names.told(error, prompt) from error
 
 
 class _EventStream:
