@@ -124,4 +124,8 @@ def _parse(data: bytes) -> BatchLine:
         raise ValueError(f"body is {shown(body)}, limit a JSON object")
     if body.get("stream"):
         raise ValueError("body.stream is set; a batch has whole answers")
+    if body.get("priority") not in (None, "batch"):
+        raise ValueError(
+            f"body.priority is {shown(body['priority'])}, limit 'batch': all lines go so"
+        )
     return BatchLine(custom_id, url, body)

@@ -107,7 +107,9 @@ class Ranges(Form):
 
 @dataclass(frozen=True)
 class AppendedFile(Form):
-    """A file's absolute path. Opened now, rather than when it is used half a minute later."""
+    """A file's absolute path. Opened now, rather than when it is used half a minute later; one that
+    was not there is not there afterwards: the settings may only be looked at.
+    """
 
     metavar: str = "FILE"
 
@@ -116,7 +118,10 @@ class AppendedFile(Form):
         path = Path(text).expanduser().absolute()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe may have no reader
         try:
+            is_new = not os.path.lexists(path)
             os.close(os.open(path, flags, 0o666))
+            if is_new:
+                path.unlink()
         except OSError as error:
             raise ValueError(f"cannot append to {text!r}: {error.strerror}") from error
         return str(path)

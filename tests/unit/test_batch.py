@@ -255,6 +255,10 @@ async def test_a_service_that_ends_is_not_waited_for() -> None:
         (json.dumps(line("a") | {"body": []}), r"body is \[\]"),
         (json.dumps(line("a") | {"more": 1}), "'more' is no field of it"),
         (json.dumps(line("a", stream=True)), "body.stream is set"),
+        (
+            json.dumps(line("a", priority="interactive")),
+            "body.priority is 'interactive', limit 'ba",
+        ),
         ("[" * 100_000, "line 1: it nests too deep"),
         ("[1]", "line 1: it is \\[1\\]"),
         ('{"custom_id": "' + "a" * 600 + '"}', "limit a string of 1 to 512"),

@@ -235,6 +235,18 @@ def test_the_command_line_says_it_in_one_line(
     )
 
 
+def test_a_log_that_may_be_written_is_not_begun(tmp_path: Path) -> None:
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.write_text("a line\n")
+    for path in (there, new):
+        config = load({"model": "m", "request_log": str(path)}, None).config
+        assert config.router.request_log == str(path)
+    assert there.read_text() == "a line\n"
+    assert not new.exists()
+    with pytest.raises(SettingError, match=r"cannot append to '.*/no/log': No such file"):
+        load({"model": "m", "request_log": str(tmp_path / "no" / "log")}, None)
+
+
 def test_the_name_that_clients_know_a_model_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGATO_MODEL", "/models/m")
     assert load({}, None).config.public_model_name == "/models/m"
