@@ -87,7 +87,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         try:
             result = await _asked(self._router.control.scale(targets))
         except ValueError as error:  # an autoscaled pool's range is the controller's to know
-            raise invalid(f"targets: {error}") from error
+            role, _, rest = str(error).partition(" ")
+            places = {name: f"targets[{index}].target" for index, name in enumerate(targets)}
+            sentence = f"{places[role]} {rest}" if role in places else f"targets: {error}"
+            raise invalid(sentence) from error
         return cluster_pb2.ScalePoolResponse(targets=wire_targets(result))
 
     @with_status
