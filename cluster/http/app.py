@@ -129,12 +129,14 @@ def _completion(
     body: bytes,
 ) -> tuple[CompletionFields, Sequence[generation_pb2.GenerateRequest]]:
     fields = read_fields(read_object(body), CompletionFields)
-    return fields, completion_requests(fields)
+    with FieldNames.of_completion(fields).used():
+        return fields, completion_requests(fields)
 
 
 def _chat(body: bytes) -> tuple[ChatFields, generation_pb2.GenerateRequest]:
     fields = read_fields(read_object(body), ChatFields)
-    return fields, chat_request(fields)
+    with FieldNames.of_chat(fields).used():
+        return fields, chat_request(fields)
 
 
 def _generation(

@@ -25,6 +25,9 @@ class Prompts:
     items: list[Prompt]
     several: bool
 
+    def __len__(self) -> int:
+        return len(self.items)
+
 
 def _prompts(value: object) -> Prompts:
     """Of any of the four forms; the first item decides which one it is."""

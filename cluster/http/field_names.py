@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
 
 from legato.cluster.error_reasons import Reason, violation_of
-from legato.cluster.http.error_response import wrong_field
+from legato.cluster.errors import RequestError
+from legato.cluster.http.error_response import HttpError, wrong_field
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from legato.cluster.errors import RequestError
     from legato.cluster.http.chat_fields import ChatFields
     from legato.cluster.http.completion_fields import CompletionFields
     from legato.cluster.http.shared_fields import SharedFields
@@ -60,9 +61,18 @@ class FieldNames:
         phrases = {"with prompt_logprobs": "with echo and logprobs", **_max_tokens(fields)}
         return cls("prompt", several=fields.prompt.several, names=names, phrases=phrases)
 
-    def told(self, error: RequestError, prompt: int = 0) -> RequestError:
-        """The same error, where a field is at fault of the body; of the prompt with that number."""
-        found = violation_of(error.message) if error.code in _WRONG else None
+    @contextmanager
+    def used(self, prompt: int = 0) -> Iterator[None]:
+        """What is raised within uses them; `prompt`: the number of the one that it is about."""
+        try:
+            yield
+        except RequestError as error:
+            raise self._told(error, prompt) from error
+
+    def _told(self, error: RequestError, prompt: int) -> RequestError:
+        if isinstance(error, HttpError) or error.code not in _WRONG:
+            return error
+        found = violation_of(error.message)
         if found is None:
             return error
         name = self._name(found.field.removeprefix("sampling."), prompt)

@@ -18,28 +18,30 @@ if TYPE_CHECKING:
     from legato.cluster.errors import RequestError
 
 MAX_NAME_CHARS = 64  # of what is no field of ours
-# A value asks for what is not there, but for null and what `_NOTHING_ASKED` has.
-NOT_SERVED = (
-    "audio",
-    "function_call",
-    "functions",
-    "modalities",
-    "prediction",
-    "reasoning_effort",
-    "suffix",
-    "tool_choice",
-    "tools",
-    "verbosity",
-    "web_search_options",
-)
-# What clients send that always send the field.
-_NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
+# With the values that ask for what is done anyway, which clients send that always send the field;
+# so does null. Any other asks for what is not there.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
 }
 
 # By pydantic's kind of error, which has the name of the type.
@@ -64,9 +66,9 @@ def read_fields(value: dict[str, Any], model: type[Fields]) -> Fields:
     Raises:
         RequestError: one of them is unknown, not served or of another type; the sentence names it.
     """
-    for name in NOT_SERVED:
-        asked = value.pop(name, None)
-        if asked is not None and asked not in _NOTHING_ASKED.get(name, ()):
+    for name in [name for name in NOT_SERVED if name in value]:
+        asked = value.pop(name)
+        if asked is not None and asked not in NOT_SERVED[name]:
             raise wrong_field(name, " is not served by this release", Reason.UNKNOWN_FIELD)
     unknown = next((name for name in value if name not in model.model_fields), None)
     if unknown is not None:
@@ -112,7 +114,7 @@ def _rest(error: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return " is no field of this request"
     if kind == "missing":
-        return " is not set, limit exactly one"
+        return " is not set, limit requests that have it"
     if kind == "value_error":
         sentence = str(error["ctx"]["error"])
         return sentence if sentence.startswith(("[", " ")) else f" {sentence}"

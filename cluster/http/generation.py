@@ -113,7 +113,7 @@ class GenerationResponse(Response):
         async def deliver(response: generation_pb2.GenerateResponse) -> None:
             await take(completion.take(prompt, response))
 
-        try:
+        with self._wanted.names.used(prompt):
             await self._router.generate(
                 self._wanted.requests[prompt],
                 deliver,
@@ -121,8 +121,6 @@ class GenerationResponse(Response):
                 lambda spec: completion.begin(prompt, spec),
                 headers=self._request_headers,
             )
-        except RequestError as error:
-            raise self._wanted.names.told(error, prompt) from error
 
 
 class _EventStream:

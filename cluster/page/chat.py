@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from legato.cluster.errors import RequestError, shown
+from legato.cluster.errors import shown
 from legato.cluster.http.error_response import wrong_field
 from legato.cluster.http.field_names import FieldNames
 from legato.cluster.prompt_ids import MAX_MESSAGES
@@ -96,10 +96,8 @@ class ChatRun:
             else:
                 await write("finish", {"at_s": at_s, **finish_of(response)})
 
-        try:
+        with _NAMES.used():
             await self._router.generate(self._request, deliver, None, headers=self._headers)
-        except RequestError as error:
-            raise _NAMES.told(error) from error
 
 
 def finish_of(response: generation_pb2.GenerateResponse) -> dict[str, Any]:

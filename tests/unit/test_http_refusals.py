@@ -123,6 +123,13 @@ async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, senten
         (CHAT, {"messages": USER, "tools": [{}]}, "tools is not served"),
         (CHAT, {"messages": USER, "tools": [{}], "tool_choice": "auto"}, "tools is not served"),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice is not served"),
+        (CHAT, {"messages": USER, "use_beam_search": True}, "use_beam_search is not served"),
+        (TEXT, {"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens is not served"),
+        (
+            TEXT,
+            {"prompt": "a", "include_stop_str_in_output": True},
+            "include_stop_str_in_output is not served",
+        ),
         (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities is not served"),
         (CHAT, {"messages": [{**USER[0], "annotations": [{}]}]}, "messages[0].annotations is [{}]"),
         (CHAT, {"messages": USER, "echo": True}, "echo is no field"),
@@ -151,8 +158,9 @@ async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
         "The model gave up": ("The model gave up", None),
     }
     for message, (beginning, param) in named.items():
-        error = names.told(RequestError(grpc.StatusCode.INVALID_ARGUMENT, message))
-        told = error_object(error)["error"]
+        with pytest.raises(RequestError) as raised, names.used():
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+        told = error_object(raised.value)["error"]
         assert str(told["message"]).startswith(beginning)
         assert told["param"] == param
 
