@@ -44,6 +44,15 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 
+# What others call a field of ours.
+_ELSEWHERE = {
+    "guided_json": "response_format",
+    "max_output_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "stop_sequences": "stop",
+    "structured_outputs": "response_format",
+}
 # By pydantic's kind of error, which has the name of the type.
 _LIMITS = {
     "bool_type": "true or false",
@@ -72,8 +81,11 @@ def read_fields(value: dict[str, Any], model: type[Fields]) -> Fields:
             raise wrong_field(name, " is not served by this release", Reason.UNKNOWN_FIELD)
     unknown = next((name for name in value if name not in model.model_fields), None)
     if unknown is not None:
-        near = difflib.get_close_matches(unknown[:MAX_NAME_CHARS], model.model_fields, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = _ELSEWHERE.get(unknown) or next(
+            iter(difflib.get_close_matches(unknown[:MAX_NAME_CHARS], model.model_fields, 1, 0.8)),
+            None,
+        )
+        hint = "" if near is None else f"; did you mean {near}?"
         raise wrong_field(_key(unknown), f" is no field of this request{hint}", name=_name(unknown))
     try:
         fields = model.model_validate(value)

@@ -16,8 +16,10 @@ from http_service import CHAT, MODEL, TEXT, asked, http_service
 
 from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.gateway import MAX_REQUEST_BYTES
+from legato.cluster.http.completion_fields import CompletionFields
 from legato.cluster.http.error_response import error_object, error_response
 from legato.cluster.http.field_names import FieldNames
+from legato.cluster.http.field_reading import read_fields
 
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hello"}]
@@ -28,6 +30,9 @@ USER = [{"role": "user", "content": "hello"}]
     [
         ({"foo": 1}, "foo", "foo is no field of this request"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
+        ({"guided_json": {}}, "guided_json", "did you mean response_format?"),
+        ({"stop_sequences": ["a"]}, "stop_sequences", "did you mean stop?"),
+        ({"max_output_tokens": 1}, "max_output_tokens", "did you mean max_tokens?"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot', limit a number"),
         ({"temperature": True}, "temperature", "temperature is True"),
         ({"n": 1.5}, "n", "n is 1.5"),
@@ -141,6 +146,13 @@ async def test_a_wrong_prompt_is_named(path: str, fields: dict[str, Any], senten
         status, error = await service.refused(path, model=MODEL, **fields)
     assert status == 400
     assert sentence in error["message"], error
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "input", "instructions"])
+def test_a_field_that_does_another_thing_is_not_proposed(name: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        read_fields({"prompt": "a", name: [1]}, CompletionFields)
+    assert raised.value.message == f"{name} is no field of this request"
 
 
 async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
