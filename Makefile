@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers docs protos protos-check protos-release ns test-deploy test-clients clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers docs docs-scaling test-plan protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -180,6 +180,12 @@ $(MODEL_STAMP): | $(RUNTIME_STAMP)
 
 ns: # The link tree by which type checkers and protoc see the folders as `legato.*`
 	@mkdir -p build/ns/legato && for d in $(PKGS); do ln -sfn ../../../$$d build/ns/legato/$$d; done
+
+docs-scaling: $(STAMP) ## Simulate services of 2 to 256 workers: docs/scaling.md (ten minutes)
+	@$(BIN)/python -m legato.plan.simulation.scaling --out docs/scaling.md
+
+test-plan: $(STAMP) ## The simulation's plans beside brute force in 100 random cases (half an hour)
+	@$(BIN)/python -m legato.plan.simulation.brute_force --cases 100
 
 protos: $(STAMP) ns ## Regenerate the gRPC code and the API reference from protos/*.proto
 	@$(BIN)/python -m grpc_tools.protoc -Ilegato/protos=protos \

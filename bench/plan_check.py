@@ -2,8 +2,10 @@
 
     python -m legato.bench.plan_check --profile profile.json --seconds 60
 
-Starts the pair that was profiled, sends it open loads at shares of what it can serve, and prints a
-JSON line for each: predicted and measured TTFT and ITL.
+Starts the pair that was profiled, sends it open loads at shares of what it can serve, and closed
+ones, and prints a JSON line for each: TTFT, ITL and whole answers as closed forms and as the
+simulation of the same requests predict them, and as they were measured. The last line has the
+median errors.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import argparse
 import asyncio
 import json
 import sys
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,63 +24,84 @@ import grpc
 from legato.bench.handoff.service import running_service, until_ready
 from legato.bench.load.report import Slo, report
 from legato.bench.load.run import run_load
-from legato.bench.load.workload import LoadWorkload
+from legato.bench.plan_workloads import WORKLOADS, load_of, predict
 from legato.bench.profiling.settings import ProfiledSettings
 from legato.cluster.client_access import NOTHING_SHOWN
 from legato.cluster.client_channels import CHANNEL_OPTIONS
 from legato.cluster.config import RouterOptions
 from legato.cluster.text.model_text import ModelText
 from legato.plan.basis import profile_basis
-from legato.plan.lengths import Lengths
-from legato.plan.prediction import Predictor
+from legato.plan.prediction import PERCENTS, Slowdown
 from legato.plan.profile import read_profile
-from legato.plan.targets import Targets
-from legato.plan.traffic import Traffic
+from legato.plan.simulation.arrivals import Arrival
+from legato.plan.simulation.setup import SimulatedService
+from legato.plan.simulation.simulate import Replayed, replay
 from legato.worker.weights.source import resolve_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from legato.bench.load.workload import LoadWorkload
+    from legato.bench.plan_workloads import CheckedWorkload
     from legato.plan.basis import Basis
-    from legato.plan.prediction import Prediction
     from legato.plan.profile import Profile
 
-# (prompt, answer, share of what the slower pool can serve)
-WORKLOADS = (
-    ("200..400", "32", 0.3),
-    ("200..400", "32", 0.6),
-    ("150..300", "64..192", 0.3),
-    ("150..300", "64..192", 0.6),
-)
-PERCENTS = (50.0, 90.0, 99.0)
-_ANY = Targets(ttft_s=1e5, itl_s=1e5)  # what is predicted is asked, not whether it will do
+FIGURES = ("ttft_s", "itl_s", "e2e_s")
+_CLOSED_REQUESTS = 300  # of a closed load, that are simulated
 _TIMEOUT_S = 300.0
 
-
-def predict(
-    basis: Basis, inputs: Lengths, outputs: Lengths, share: float
-) -> tuple[float, Prediction]:
-    """The rate that is `share` of what the pair can serve, and what it will be like."""
-
-    def at(rate_per_s: float) -> Prediction | None:
-        traffic = Traffic.of(rate_per_s, inputs, outputs)
-        made = Predictor(basis.times, traffic, basis.size, _ANY, basis.slowdown)
-        return made.predict(1, 1)
-
-    low, high = 1e-3, 1e3
-    for _ in range(40):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if at(middle) is None else (middle, high)
-    found = at(share * low)
-    assert found is not None, "it is less than the pair can serve"
-    return share * low, found
+Figures = dict[str, dict[str, float]]  # by name, by percent
 
 
-async def check(profile: Profile, seconds: float) -> list[dict[str, Any]]:
-    """A dictionary for each workload.
+def simulated(basis: Basis, workload: LoadWorkload) -> Figures:
+    """The same requests, at the same times where they have any. Not where an event loop runs."""
+    service = SimulatedService(
+        times=basis.times,
+        size=basis.size,
+        kv_bytes_per_token=basis.kv_bytes_per_token,
+        link_bytes_per_s=basis.link_bytes_per_s,
+        num_prefill=1,
+        num_decode=1,
+        slowdown=basis.slowdown or Slowdown(),
+        mixes_prompts=basis.worker.device != "cuda",
+    )
+    count = None if workload.is_open else _CLOSED_REQUESTS
+    arrivals = [
+        Arrival(p.number, p.at_s or 0.0, p.input_tokens, p.output_tokens)
+        for p in islice(workload.requests(), count)
+    ]
+    found = replay(service, arrivals, workload.concurrency) if arrivals else Replayed({}, {}, {})
+    return {name: _by_percent(getattr(found, name)) for name in FIGURES}
+
+
+def foretold(
+    basis: Basis, checked: CheckedWorkload, seconds: float, seed: int
+) -> tuple[LoadWorkload, dict[str, Figures]]:
+    """The load, and what each way says of it; closed forms say nothing of closed loads, and nothing
+    of whole answers.
+    """
+    rate: float | None = None
+    ways: dict[str, Figures] = {}
+    if checked.share is not None:
+        rate, found = predict(basis, checked.inputs, checked.outputs, checked.share)
+        ways["closed_forms"] = {
+            "ttft_s": _by_percent(found.ttft_s),
+            "itl_s": _by_percent(found.itl_s),
+        }
+    workload = load_of(checked, rate, seconds, seed)
+    ways["simulated"] = simulated(basis, workload)
+    return workload, ways
+
+
+async def check(
+    profile: Profile, loads: Sequence[tuple[LoadWorkload, dict[str, Figures]]]
+) -> list[dict[str, Any]]:
+    """A dictionary for each load.
 
     Raises:
         RuntimeError: a worker did not start.
     """
-    basis, worker = profile_basis(profile, None, None), profile.worker
+    worker = profile.worker
     settings = ProfiledSettings(
         worker.model,
         worker.device,
@@ -94,29 +119,55 @@ async def check(profile: Profile, seconds: float) -> list[dict[str, Any]]:
         grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
     ):
         await until_ready(channel)
-        for seed, (prompt, answer, share) in enumerate(WORKLOADS):
-            inputs, outputs = Lengths.parse(prompt), Lengths.parse(answer)
-            rate, found = predict(basis, inputs, outputs, share)
-            workload = LoadWorkload(inputs, outputs, rate_per_s=rate, duration_s=seconds, seed=seed)
+        for workload, ways in loads:
             samples = await run_load(
                 workload, [address], NOTHING_SHOWN, timeout_s=_TIMEOUT_S, num_warmup=2
             )
-            measured: dict[str, Any] = report(samples, Slo(), None)
-            result = {"input": prompt, "output": answer, "share": share, "rate": round(rate, 3)}
-            result |= {"requests": measured["requests"], "failed": measured["failed"]}
-            for name in ("ttft_s", "itl_s"):
-                predicted: dict[float, float] = getattr(found, name)
-                result[name] = {
-                    f"p{p:g}": {
-                        "predicted": round(predicted[p], 4),
-                        "measured": round(measured[name][f"p{p:g}"], 4),
-                    }
-                    for p in PERCENTS
-                    if measured[name] is not None
-                }
+            measured: dict[str, Any] = report(samples, Slo(), workload.concurrency)
+            result = _described(workload)
+            result |= {"requests": measured["requests"], "failed": measured["failed"], **ways}
+            result["measured"] = {
+                name: {f"p{p:g}": round(measured[name][f"p{p:g}"], 4) for p in PERCENTS}
+                for name in FIGURES
+                if measured[name] is not None
+            }
             results.append(result)
             print(json.dumps(result), flush=True)
     return results
+
+
+def median_errors(results: Sequence[dict[str, Any]], way: str) -> Figures:
+    """Of each figure, over the loads: the median of how far the prediction is from the measured."""
+    errors: dict[str, dict[str, list[float]]] = {}
+    for result in results:
+        for name, by_percent in result.get(way, {}).items():
+            for percent, value in by_percent.items():
+                measured = result["measured"].get(name, {}).get(percent)
+                if measured:
+                    errors.setdefault(name, {}).setdefault(percent, []).append(
+                        abs(value / measured - 1)
+                    )
+    return {
+        name: {percent: round(median(values), 4) for percent, values in of.items()}
+        for name, of in errors.items()
+    }
+
+
+def _described(workload: LoadWorkload) -> dict[str, Any]:
+    inputs, outputs = workload.inputs, workload.outputs
+    assert inputs is not None
+    assert outputs is not None
+    load: dict[str, Any] = {
+        "input": f"{inputs.least}..{inputs.most}",
+        "output": f"{outputs.least}..{outputs.most}",
+    }
+    if workload.rate_per_s is None:
+        return load | {"concurrency": workload.concurrency}
+    return load | {"rate": round(workload.rate_per_s, 3)}
+
+
+def _by_percent(values: dict[float, float]) -> dict[str, float]:
+    return {f"p{p:g}": round(values[p], 4) for p in PERCENTS if p in values}
 
 
 def main() -> int:
@@ -124,12 +175,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m legato.bench.plan_check")
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of the loads")
+    parser.add_argument("--first", type=int, default=len(WORKLOADS), help="so many of the loads")
     args = parser.parse_args()
+    if not 1 <= args.first <= len(WORKLOADS):
+        parser.error(f"--first must be in [1, {len(WORKLOADS)}], got {args.first}")
     try:
-        results = asyncio.run(check(read_profile(args.profile), args.seconds))
+        profile = read_profile(args.profile)
+        basis = profile_basis(profile, None, None)
+        loads = [
+            foretold(basis, checked, args.seconds, seed)
+            for seed, checked in enumerate(WORKLOADS[: args.first])
+        ]
+        results = asyncio.run(check(profile, loads))
     except (ValueError, RuntimeError, TimeoutError, grpc.RpcError) as error:
         print(f"legato.bench.plan_check: {error}", file=sys.stderr)
         return 2
+    errors = {way: median_errors(results, way) for way in ("simulated", "closed_forms")}
+    print(json.dumps({"median_errors": errors, "loads": len(results)}))
     return 1 if any(result["failed"] for result in results) else 0
 
 

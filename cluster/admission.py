@@ -54,12 +54,14 @@ class Admission:
         pool: PoolView,
         *,
         now: Callable[[], float] = time.monotonic,
+        wall_ns: Callable[[], int] = time.time_ns,
         costs: Callable[[float], PrefillCosts] = lambda _: PrefillCosts(None, None, None),
     ) -> None:
-        """`costs`: as `PrefillCostBook.costs`."""
+        """`wall_ns`: the machine's clock; `costs`: as `PrefillCostBook.costs`."""
         self._options = options
         self._pool = pool
         self._now = now
+        self._wall_ns = wall_ns
         self._arrivals = 0
         self._dispatch_due = False
         self._gate = AdmitGate(options, pool, now)
@@ -112,7 +114,7 @@ class Admission:
         Workers compare the numbers of all routers, so that they follow the clock of the machine
         that these share: counted from 1, a router started later would always go first.
         """
-        first, now = max(self._arrivals + 1, time.time_ns() // 1000), self._now()
+        first, now = max(self._arrivals + 1, self._wall_ns() // 1000), self._now()
         self._arrivals = first + num_answers - 1
         return [Entry(first + index, now, deadline, prompt) for index in range(num_answers)]
 

@@ -20,6 +20,7 @@ from legato.cluster.policies import (
     pick_prefill,
     pick_to_drain,
     queue_rank,
+    takes_prompt,
 )
 from legato.cluster.worker_view import DecodeShare, PrefillShare, WorkerView
 
@@ -94,12 +95,18 @@ class Dispatch:
             if not passes and not overdue:
                 least = smaller(least, demand)
                 continue
-            prefill = None if keeps else pick_prefill(demand, prefills.values())
-            decode = pick_decode(demand, decodes.values()) if demand.decode_tokens else None
-            has_prefill = prefill is not None or keeps
-            fits = has_prefill and (decode is not None or not demand.decode_tokens)
+            decodes_too = demand.decode_tokens > 0
+            has_prefill = keeps or any(takes_prompt(demand, w) for w in prefills.values())
+            has_decode = not decodes_too or any(w.can_hold_now(demand) for w in decodes.values())
+            fits = has_prefill and has_decode
+            prefill: WorkerSnapshot | None = None
+            decode: WorkerSnapshot | None = None
             if passes and not keeps and alone:
-                apart: Apart = (prefill, decode) if fits else None
+                apart: Apart = None
+                if fits:
+                    prefill = pick_prefill(demand, prefills.values())
+                    decode = pick_decode(demand, decodes.values()) if decodes_too else None
+                    apart = prefill, decode
                 if apart is not None and decode is not None and closed:
                     apart = over_open_path(
                         entry, prefills.values(), decodes.values(), everyone, closed, NOTHING_KNOWN
@@ -113,7 +120,7 @@ class Dispatch:
                     continue
             if fits and passes:
                 known = self._learnt_for(entry)
-                if decode is not None and closed:
+                if decodes_too and closed:
                     pair = over_open_path(
                         entry, prefills.values(), decodes.values(), everyone, closed, known
                     )
@@ -121,9 +128,9 @@ class Dispatch:
                         continue  # not for want of room: it holds up nobody
                     prefill, decode = pair
                 else:
-                    if decode is not None:
+                    if decodes_too:
                         decode = pick_decode(demand, decodes.values(), known)
-                    if prefill is not None:
+                    if not keeps:
                         to = decode.worker_id if decode is not None else None
                         prefill = pick_prefill(demand, prefills.values(), known, to)
                 self._start(entry, prefill, decode, known)
@@ -136,9 +143,9 @@ class Dispatch:
             least = smaller(least, demand)
             if overdue:
                 # Also where it has room and only may not pass a younger, interactive one.
-                if not has_prefill or not demand.decode_tokens:
+                if not has_prefill or not decodes_too:
                     self._keep_free(entry, "prefill", prefills)
-                if demand.decode_tokens and (decode is None or fits):
+                if decodes_too and (not has_decode or fits):
                     self._keep_free(entry, "decode", decodes)
                 if not keeps:
                     self._keep_free(entry, "colocated", alone)
@@ -174,8 +181,9 @@ class Dispatch:
         return self._pool.learnt.about(entry.prompt, views, expected)
 
     def _snapshot(self, view: WorkerView) -> WorkerSnapshot:
-        asking = tuple(e.demand for e in self._asking if e.asking == view.worker_id)
-        return replace(view.snapshot(), asking=asking)
+        snapshot = view.snapshot()
+        asking = [e.demand for e in self._asking if e.asking == view.worker_id]
+        return replace(snapshot, asking=tuple(asking)) if asking else snapshot
 
     def in_order(self, now: float) -> list[Entry]:
         """Those that wait, and those that may be sent back to wait."""

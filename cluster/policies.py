@@ -85,9 +85,10 @@ class WorkerSnapshot:
             not self.full
             and self.can_ever_hold(demand)
             and self.blocks_now(demand) <= self.free_blocks
-            and not self._asks_no_less(demand, self.refused)
+            and not (self.refused and self._asks_no_less(demand, self.refused))
             and not (
-                self._asks_no_less(demand, self.doubtful)
+                self.doubtful
+                and self._asks_no_less(demand, self.doubtful)
                 and self._asks_no_less(demand, self.asking)
             )
         )
@@ -111,7 +112,9 @@ class WorkerSnapshot:
 
     def _decode_blocks(self, demand: Demand, num_rows: int) -> int:
         """With `num_rows` rows an answer. As `CapacityLedger` on the worker counts."""
-        shared = demand.prefill_tokens // self.block_size if demand.num_answers > 1 else 0
+        if demand.num_answers == 1:
+            return -(-num_rows // self.block_size)
+        shared = demand.prefill_tokens // self.block_size
         return shared + demand.num_answers * (self._blocks_for(num_rows) - shared)
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -135,6 +138,17 @@ class Knowledge:
 NOTHING_KNOWN = Knowledge()
 
 
+def takes_prompt(
+    demand: Demand, worker: WorkerSnapshot, known: Knowledge = NOTHING_KNOWN
+) -> bool:
+    """Whether a prefill worker has room, as `pick_prefill` has it."""
+    return worker.can_hold_now(demand) and (
+        worker.backlog_tokens == 0
+        or worker.backlog_tokens + known.uncached(demand, worker.worker_id)
+        <= PREFILL_BACKLOG_TOKENS
+    )
+
+
 def pick_prefill(
     demand: Demand,
     workers: Iterable[WorkerSnapshot],
@@ -153,16 +167,7 @@ def pick_prefill(
     a common prefix spreads. Workers in `demand.avoid` come last; ties go to the one with most free
     blocks, then by id.
     """
-    fitting = [
-        worker
-        for worker in workers
-        if worker.can_hold_now(demand)
-        and (
-            worker.backlog_tokens == 0
-            or worker.backlog_tokens + known.uncached(demand, worker.worker_id)
-            <= PREFILL_BACKLOG_TOKENS
-        )
-    ]
+    fitting = [worker for worker in workers if takes_prompt(demand, worker, known)]
     speeds, paths = known.prefill_tokens_s, known.path_rows_s
     usual_speed = _mean(speeds.values())
     usual_path = _mean(speed for (_, to), speed in paths.items() if to == decode)

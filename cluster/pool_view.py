@@ -59,6 +59,7 @@ class PoolView:
         self.paths = KvPaths(now)
         self.learnt = Learnt(now)
         self._views: dict[str, WorkerView] = {}
+        self._by_role: dict[Role, list[WorkerView]] = {role: [] for role in ROLES}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._last_tick_at = now()
@@ -87,11 +88,13 @@ class PoolView:
             else:
                 view = self._views[worker_id] = WorkerView(endpoint, self._access)
                 self._watches[worker_id] = asyncio.create_task(self._watch(view))
+        for role in ROLES:
+            self._by_role[role] = [v for v in self._views.values() if v.endpoint.role == role]
         self.changed()
 
     def placeable(self, role: Role) -> list[WorkerView]:
         """Workers of the role that take new work."""
-        return [v for v in self._views.values() if v.endpoint.role == role and v.placeable]
+        return [view for view in self._by_role[role] if view.placeable]
 
     def view(self, worker_id: str) -> WorkerView | None:
         """The worker, if it is in the snapshot."""
@@ -165,7 +168,7 @@ class PoolView:
     def changed(self) -> None:
         """Something that placement or health may depend on is different now."""
         for role in ROLES:
-            if self.placeable(role):
+            if any(view.placeable for view in self._by_role[role]):
                 self.empty_since[role] = None
             elif self.empty_since[role] is None:
                 self.empty_since[role] = self._now()

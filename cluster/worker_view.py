@@ -142,6 +142,8 @@ class WorkerView:
         self.full = False
         self._refused: list[Demand] = []
         self._doubtful: dict[Demand, float] = {}  # until when
+        self._snapshot: WorkerSnapshot | None = None
+        self._told_of: tuple[object, ...] = ()  # what it was made of
         self.calls: set[Cancellable] = set()
         # Requests that failed here since one last succeeded: different ones blame the worker.
         self.failed_requests: set[str] = set()
@@ -177,7 +179,21 @@ class WorkerView:
         return self.identity.total_blocks * self.identity.kv_layout.block_size
 
     def snapshot(self) -> WorkerSnapshot:
-        """For the policies. The identity must be known."""
+        """For the policies. The identity must be known.
+
+        The same one until something that it tells of is different: of hundreds of workers a request
+        changes two, and all of them are looked at.
+        """
+        refused, doubtful = tuple(self._refused), tuple(self._doubtful)
+        parts = (self.load, self.used_blocks, self.backlog_tokens, self._others, self.full)
+        told_of = (*parts, refused, doubtful)
+        if self._snapshot is None or self._told_of != told_of:
+            self._snapshot, self._told_of = self._new_snapshot(refused, doubtful), told_of
+        return self._snapshot
+
+    def _new_snapshot(
+        self, refused: tuple[Demand, ...], doubtful: tuple[Demand, ...]
+    ) -> WorkerSnapshot:
         assert self.identity is not None, "a worker is placed on only after it said who it is"
         others_blocks, others_tokens = self._others
         free_blocks = self.identity.total_blocks - others_blocks
@@ -192,8 +208,8 @@ class WorkerView:
             backlog_tokens=self.backlog_tokens + others_tokens,
             local_token_s=self.load.local_prefill_token_s if self.load is not None else 0.0,
             full=self.full,
-            refused=tuple(self._refused),
-            doubtful=tuple(self._doubtful),
+            refused=refused,
+            doubtful=doubtful,
         )
 
     def note_refusal(self, demand: Demand) -> None:

@@ -52,9 +52,18 @@ def make_answer(predictor: Predictor, kv_bytes_per_token: int) -> Answer:
         found = predictor.predict(MAX_WORKERS, MAX_WORKERS)
         what = "the targets are missed" if found else "the traffic is more than they can serve"
         raise ValueError(f"no plan with at most {MAX_WORKERS:,} workers of each pool: {what}")
-    num_prefill, num_decode = pools
+    answer = answer_of(predictor, kv_bytes_per_token, *pools)
+    assert answer is not None, "it keeps the targets"
+    return answer
+
+
+def answer_of(
+    predictor: Predictor, kv_bytes_per_token: int, num_prefill: int, num_decode: int
+) -> Answer | None:
+    """What so many workers will be like; None where closed forms take them for too few."""
     found = predictor.predict(num_prefill, num_decode)
-    assert found is not None, "it keeps the targets"
+    if found is None:
+        return None
     traffic, limit = predictor.traffic, predictor.batch_limit
     prompt_mean = float(traffic.prompt_tokens.mean())
     decoded_mean = float(traffic.decoded_tokens.mean())

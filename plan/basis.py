@@ -31,6 +31,7 @@ class Basis:
     size: WorkerSize
     worker: PlannedWorker
     kv_bytes_per_token: int
+    link_bytes_per_s: float  # of KV, from and to a worker
     slowdown: Slowdown | None  # of pools that share a machine; None: nobody measured it
     text: str
 
@@ -64,6 +65,7 @@ def profile_basis(
         ),
         worker=worker,
         kv_bytes_per_token=profile.kv_bytes_per_token,
+        link_bytes_per_s=profile.link_bytes_per_s,
         slowdown=Slowdown(profile.prefill_slowdown, profile.decode_slowdown),
         text=text,
     )
@@ -121,6 +123,7 @@ def datasheet_basis(
         ),
         worker=planned,
         kv_bytes_per_token=cost.kv_bytes_per_token,
+        link_bytes_per_s=link_bytes_per_s,
         slowdown=None,
         text=text,
     )

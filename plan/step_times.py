@@ -25,6 +25,10 @@ class StepTimes(Protocol):
         """One prompt alone: so many tokens, behind so many that are cached."""
         ...
 
+    def prefill_step_s(self, parts: Sequence[tuple[int, int]]) -> float:
+        """One forward pass over parts of prompts: of each its tokens, and those computed before."""
+        ...
+
     def decode_s(self, num_sequences: int, rows: float) -> float:
         """One step, with so many rows of KV in all."""
         ...
@@ -85,6 +89,12 @@ class RooflineTimes:
             seconds += max(compute_s, read_s) + self.step_overhead_s
         return seconds
 
+    def prefill_step_s(self, parts: Sequence[tuple[int, int]]) -> float:
+        """The weights are read once for all."""
+        ops = sum(self.cost.prefill_ops(start, start + count) for count, start in parts)
+        kv_bytes = self.cost.decode_bytes([start for _, start in parts])
+        return max(ops / self.flops_per_s, kv_bytes / self.bytes_per_s) + self.step_overhead_s
+
     def decode_s(self, num_sequences: int, rows: float) -> float:
         """The weights once for all, and the KV of each."""
         return max(self._read_and_compute_s(num_sequences, rows)) + self.step_overhead_s
@@ -123,6 +133,7 @@ class MeasuredTimes:
         # Attention makes each token dearer the longer the prompt: a line a token, not a line.
         self._prefill_of_token = _Line([(n, s / n) for n, s in alone])
         self._prefill = _Line(alone)
+        self._prefill_base_s = self._prefill.at_zero()
         self._most_prefill = max(n for n, _ in alone)
         extra = [
             (p.seconds - self.prefill_s(p.num_tokens)) / (p.num_tokens * p.context_tokens)
@@ -149,6 +160,11 @@ class MeasuredTimes:
             last_s = self._prefill(self._most_prefill)
             alone_s = max(last_s, per_token_s * num_tokens)
         return alone_s + (self._pair_s * num_tokens * context_tokens if context_tokens else 0.0)
+
+    def prefill_step_s(self, parts: Sequence[tuple[int, int]]) -> float:
+        """What does not grow with the tokens is there once."""
+        alone_s = sum(self.prefill_s(count, start) for count, start in parts)
+        return alone_s - (len(parts) - 1) * self._prefill_base_s
 
     def decode_s(self, num_sequences: int, rows: float) -> float:
         """By the mean context."""
@@ -179,6 +195,13 @@ class _Line:
             (x0, y0), (x1, y1) = list(pairwise(zip(self._x, self._y, strict=True)))[-1]
             self._slope = float((y1 - y0) / (x1 - x0))
 
+    def at_zero(self) -> float:
+        """Where the first line would be there; at least 0."""
+        if len(self._x) == 1:
+            return 0.0
+        slope = (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
+        return max(0.0, float(self._y[0] - slope * self._x[0]))
+
     def __call__(self, x: float) -> float:
         beyond = max(0.0, x - float(self._x[-1]))
         return float(np.interp(x, self._x, self._y)) + beyond * self._slope
@@ -195,6 +218,10 @@ class SlowedTimes:
     def prefill_s(self, num_tokens: int, context_tokens: int = 0) -> float:
         """See `StepTimes`."""
         return self.prefill_factor * self.times.prefill_s(num_tokens, context_tokens)
+
+    def prefill_step_s(self, parts: Sequence[tuple[int, int]]) -> float:
+        """See `StepTimes`."""
+        return self.prefill_factor * self.times.prefill_step_s(parts)
 
     def decode_s(self, num_sequences: int, rows: float) -> float:
         """See `StepTimes`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from legato.protos import common_pb2
@@ -22,9 +21,12 @@ def worker_load(
     transfers: TransferCounters,
     num_landing: int,
     swap: PoolUsage | None,
+    *,
+    now_s: float,
 ) -> common_pb2.WorkerLoad:
     """Gauges and counters; steps are of the worker's role, a colocated one's decode's, and prompt
     tokens are prefill's. `swap`: of the slots in the host's memory; None: there are none.
+    `now_s`: of the engine's clock.
     """
     load = common_pb2.WorkerLoad(
         total_blocks=usage.total,
@@ -58,5 +60,5 @@ def worker_load(
         here = stats.local_prefill
         load.decode_steps, load.decode_tokens = stats.steps, stats.tokens - here.num_tokens
         load.prefill_steps, load.prefill_tokens = here.num_steps, here.num_tokens
-        load.local_prefill_token_s = here.token_s_at(time.monotonic())
+        load.local_prefill_token_s = here.token_s_at(now_s)
     return load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -170,6 +171,7 @@ class WorkerNode:
             self.transfers,
             self.tickets.num_landing,
             None if self.host_pool is None else self.host_pool.usage(),
+            now_s=time.monotonic(),
         )
 
     def add_services(

@@ -18,7 +18,10 @@ from legato.cluster.cli.load_options import (
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
+    from legato.plan.answer import Answer
     from legato.plan.basis import Basis
+    from legato.plan.prediction import Predictor, Slowdown
+    from legato.plan.simulation.verified_plan import VerifiedPlan
     from legato.plan.traffic import Traffic
 
 MAX_SECONDS = 1e6
@@ -99,6 +102,27 @@ def plan(
             "each other down as was measured.",
         ),
     ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Play the traffic through router and schedulers in virtual time, and plan the "
+            "fewest workers that keep the targets there.",
+        ),
+    ] = False,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=100,
+            max=10_000_000,
+            help="With --simulate: so many, of which 70 % are measured. Default: 2,000, or as many "
+            "as fill the service several times.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="With --simulate: draws the requests.")
+    ] = 0,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +137,8 @@ def plan(
     """Say how many prefill and decode workers keep the targets, and what runs out first.
 
     By closed forms over a measured profile, or over a GPU's datasheet with efficiencies that are
-    printed. docs/planning.md has the formulas, and what they leave out.
+    printed; with --simulate confirmed, or corrected, by a simulation. docs/planning.md has the
+    formulas, and what they and the simulation leave out.
 
     Examples:
 
@@ -127,6 +152,12 @@ def plan(
     from legato.plan.service_file import service_file
     from legato.plan.targets import Targets
 
+    if requests is not None and not simulate:
+        raise typer.BadParameter("--requests goes with --simulate")
+    if simulate and prefix_share:
+        raise typer.BadParameter(
+            "--prefix-share does not go with --simulate: prefixes in common are not simulated"
+        )
     traffic = _traffic(input_tokens, output_tokens, trace, rate, prefix_share)
     of_gpu = {"model": model, "link": link}
     of_gpu |= {
@@ -142,18 +173,49 @@ def plan(
         targets = Targets(ttft_slo, itl_slo, percentile)
         predictor = Predictor(basis.times, traffic, basis.size, targets, slowdown)
         answer = make_answer(predictor, basis.kv_bytes_per_token)
+        planned = answer
+        verified = None
+        if simulate:
+            verified = _verify(basis, predictor, answer, slowdown, requests, seed)
+            planned = verified.answer(predictor, answer, basis.kv_bytes_per_token)
     except ValueError as error:
         raise ServiceError(str(error)) from error
-    from legato.cluster.cli.plan_table import plan_lines, plan_summary
+    from legato.cluster.cli.plan_table import plan_lines, plan_summary, simulated_lines
 
-    text = service_file(answer, basis.worker, plan_summary(answer, traffic))
+    text = service_file(planned, basis.worker, plan_summary(planned, traffic, verified))
     if output is not None:
         _write(output, text)
     if as_json:
-        print(json.dumps({**answer.as_json(), "basis": basis.text, "legato_yaml": text}))
+        found = {**planned.as_json(), "basis": basis.text, "legato_yaml": text}
+        if verified is not None:
+            found["closed_forms"] = [answer.prefill_workers, answer.decode_workers]
+            found["simulated"] = verified.as_json()
+        print(json.dumps(found))
         return
-    print("\n".join(plan_lines(answer, traffic, basis.text)))
+    print("\n".join(plan_lines(planned, traffic, basis.text)))
+    if verified is not None:
+        print("\n".join(simulated_lines(verified, answer, targets)))
     print(f"\n{text}" if output is None else f"settings: {output}")
+
+
+def _verify(
+    basis: Basis,
+    predictor: Predictor,
+    answer: Answer,
+    slowdown: Slowdown | None,
+    num_requests: int | None,
+    seed: int,
+) -> VerifiedPlan:
+    from legato.plan.simulation.setup import Run
+    from legato.plan.simulation.verified_plan import (
+        enough_requests,
+        simulated_service,
+        verify_plan,
+    )
+
+    run = Run(num_requests or enough_requests(predictor, answer.predicted), seed)
+    pools = answer.prefill_workers, answer.decode_workers
+    return verify_plan(simulated_service(basis, predictor, *pools, slowdown), predictor, run)
 
 
 def _traffic(

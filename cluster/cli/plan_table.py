@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from legato.plan.answer import Answer
+    from legato.plan.simulation.measures import Estimate
+    from legato.plan.simulation.result import Result
+    from legato.plan.simulation.verified_plan import VerifiedPlan
+    from legato.plan.targets import Targets
     from legato.plan.traffic import Traffic
 
 
-def plan_summary(answer: Answer, traffic: Traffic) -> str:
+def plan_summary(answer: Answer, traffic: Traffic, verified: VerifiedPlan | None = None) -> str:
     """The comment above the service file."""
+    simulated = "" if verified is None else f"\n{_simulated_percentiles(verified.result)}"
     return (
         f"planned for {traffic.rate_per_s:g} requests/s, prompts of "
         f"{traffic.prompt_tokens.mean():.0f} and answers of {traffic.output_tokens.mean():.0f} "
-        f"tokens on average\n{_percentiles(answer)}"
+        f"tokens on average\n{_percentiles(answer)}{simulated}"
     )
 
 
@@ -46,6 +51,48 @@ def plan_lines(answer: Answer, traffic: Traffic, basis: str) -> list[str]:
     if traffic.prefix_share:
         lines.insert(-1, f"{100 * traffic.prefix_share:.0f} % of each prompt taken as cached")
     return lines
+
+
+def simulated_lines(verified: VerifiedPlan, closed: Answer, targets: Targets) -> list[str]:
+    """What the simulation says beside closed forms."""
+    result = verified.result
+    pools = f"{verified.prefill_workers} prefill + {verified.decode_workers} decode"
+    said = closed.prefill_workers, closed.decode_workers
+    if said == (verified.prefill_workers, verified.decode_workers):
+        word = f"simulated: {pools}, as closed forms say"
+    else:
+        word = f"simulated: {pools}, where closed forms say {said[0]} + {said[1]}"
+    if verified.is_least:
+        word += f"; fewer miss the targets ({verified.num_simulations} simulations)"
+    elif result.strain(targets) <= 1:
+        word += ", which keep the targets; fewer were not tried: there are many"
+    else:
+        word += ", which MISS the targets; others were not tried: there are many"
+    lines = [
+        word,
+        _simulated_percentiles(result),
+        f"of {result.num_requests:,} requests {result.measured_requests:,} are measured, over "
+        f"{result.measured_s:.3g} s, seed {result.seed}; refused {result.refused}; "
+        f"preempted {result.preemptions} times",
+        f"busy: prefill {100 * result.prefill_busy:.0f} %, decode {100 * result.decode_busy:.0f} % "
+        f"with {result.batch_mean:.1f} sequences, KV {100 * result.kv_share:.0f} %, busiest link "
+        f"{100 * result.link_busy:.0f} %, {_gbit(result.link_bytes_per_s)} of KV; most: "
+        f"{result.limited_by}",
+    ]
+    if not result.is_long_enough:
+        lines.append("this is short beside an answer's time: give more --requests")
+    return lines
+
+
+def _simulated_percentiles(result: Result) -> str:
+    """With their 95 % intervals."""
+
+    def of(estimates: dict[float, Estimate]) -> str:
+        return ", ".join(
+            f"p{p:g} {_ms(e.value)} ± {_ms(e.half_width)}" for p, e in estimates.items()
+        )
+
+    return f"simulated TTFT {of(result.ttft_s)}; ITL {of(result.itl_s)}"
 
 
 def _percentiles(answer: Answer) -> str:

@@ -404,7 +404,14 @@ def test_the_load_report_calls_free_what_may_be_had_now() -> None:
     pool.reserve(2)
     assert counts(pool) == (4, 3, 1, 2)
     load = worker_load(
-        "decode", pool.usage(), pool.counters(), EngineStats(), TransferCounters(), 0, None
+        "decode",
+        pool.usage(),
+        pool.counters(),
+        EngineStats(),
+        TransferCounters(),
+        0,
+        None,
+        now_s=0.0,
     )
     assert (load.free_blocks, load.reserved_blocks, load.held_blocks) == (5, 2, 1)
     assert load.free_blocks + load.reserved_blocks + load.held_blocks == load.total_blocks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from profile_values import PROFILE
 from tiny_models import make_llama_folder
 
-from legato.bench.plan_check import predict
+from legato.bench.plan_workloads import predict
 from legato.cluster.cli.serve_settings import load
 from legato.plan.answer import make_answer
 from legato.plan.basis import profile_basis

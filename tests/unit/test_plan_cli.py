@@ -75,9 +75,41 @@ def test_a_trace_has_the_rate(legato: Run, profile: str, tmp_path: Path) -> None
     assert (code, "workers for 2 requests/s" in out) == (0, True)
 
 
+SIMULATED = ("--simulate", "--requests", "150")
+
+
+def test_a_simulation_stands_beside_closed_forms(legato: Run, profile: str, tmp_path: Path) -> None:
+    planned = tmp_path / "legato.yaml"
+    words = ("plan", "--profile", profile, *TRAFFIC, *TARGETS, *SIMULATED)
+    code, out, err = legato(*words, "-o", str(planned))
+    assert (code, err) == (0, "")
+    assert "simulated: 1 prefill + 1 decode, as closed forms say; fewer miss the targets" in out
+    assert "of 150 requests 105 are measured" in out
+    assert "# simulated TTFT p50 " in planned.read_text()
+
+
+def test_the_simulation_has_the_last_word(legato: Run, profile: str) -> None:
+    # Prompts that are packed into one step all wait for its end: closed forms take one by one.
+    traffic = ("--rate", "18", "--input-tokens", "60..100", "--output-tokens", "4")
+    words = ("plan", "--profile", profile, *traffic, "--ttft-slo", "0.7", "--itl-slo", "0.1")
+    code, out, _ = legato(*words, *SIMULATED, "--percentile", "90", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["closed_forms"] == [2, 1]
+    assert (found["prefill_workers"], found["decode_workers"]) == (3, 1)
+    assert f"prefill: {found['prefill_workers']}" in found["legato_yaml"]
+    assert found["simulated"]["num_requests"] == 150
+    assert found["simulated"]["ttft_s"]["p90"]["value"] <= 0.7
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
+        (("--profile", "P", *TRAFFIC, *TARGETS, "--requests", "500"), "goes with --simulate"),
+        (
+            ("--profile", "P", *TRAFFIC, *TARGETS, "--simulate", "--prefix-share", "0.5"),
+            "--prefix-share does not go with --simulate",
+        ),
         ((*TRAFFIC, *TARGETS), "--profile or --gpu says what a worker can do"),
         (("--gpu", "H100", *TRAFFIC, *TARGETS), "--model says of which model"),
         (("--gpu", "H1", "--model", "x", *TRAFFIC, *TARGETS), "no GPU 'H1'; there are A10"),
