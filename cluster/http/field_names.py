@@ -94,7 +94,7 @@ class FieldNames:
         value, limit, words = rest.rpartition(_LIMIT)
         if rest.startswith(" of ") or error.reason is Reason.NO_CHAT_TEMPLATE:
             value, limit, words = "", "", rest  # numbers and our own words alone
-        if not (limit or words == rest):
+        elif not limit:
             return rest
         for theirs, ours in {**self.phrases, "sampling.": ""}.items():
             words = words.replace(theirs, ours)

@@ -173,6 +173,16 @@ async def test_whatever_is_wrong_a_field_of_the_body_is_named(asker: Asker, path
         (CHAT, {"tools": [{}]}, "tools", "tools is not served"),
         (TEXT, {"model": "other"}, "model", "model is 'other', limit 'fake'"),
         (TEXT, {"n": 0}, "n", "n is 0, limit [1, 128]"),
+        (
+            CHAT,
+            {
+                "max_tokens": None,
+                "max_completion_tokens": 3,
+                "response_format": json_schema({"max_tokens": 1}),
+            },
+            "response_format.json_schema.schema",
+            "has the keyword 'max_tokens', which is not understood",
+        ),
     ],
 )
 async def test_the_field_is_the_one_that_was_sent(
