@@ -41,9 +41,9 @@ class ClientGoneError(Exception):
     """Nobody is there any more to read the answer, or to be told so."""
 
 
-def invalid(message: str) -> RequestError:
+def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> RequestError:
     """INVALID_ARGUMENT: `message` names field, value and limit."""
-    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message, reason=reason)
 
 
 def unavailable(message: str, reason: Reason = Reason.NOT_SERVED_NOW) -> RequestError:

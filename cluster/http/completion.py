@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from legato.cluster.http.answer_form import AnswerForm
+    from legato.cluster.http.field_names import FieldNames
     from legato.cluster.request import RequestSpec
     from legato.cluster.text.model_text import ModelText
     from legato.protos import generation_pb2
@@ -28,6 +29,7 @@ class Wanted:
 
     requests: Sequence[generation_pb2.GenerateRequest]  # one a prompt, with ids
     form: AnswerForm
+    names: FieldNames
     id: str
     model: str
     num_answers: int  # to each prompt

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from legato.cluster.client_requests import PRIORITIES
-from legato.cluster.errors import invalid, shown
+from legato.cluster.http.error_response import wrong_field
 from legato.cluster.request import MAX_N
 from legato.protos import common_pb2, generation_pb2
 
@@ -43,7 +43,9 @@ def chat_request(fields: ChatFields) -> generation_pb2.GenerateRequest:
         role = "system" if message.role == "developer" else message.role
         request.messages.messages.add(role=role, content=message.content)
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise invalid(f"top_logprobs is {fields.top_logprobs}, limit requests with logprobs true")
+        raise wrong_field(
+            "top_logprobs", f" is {fields.top_logprobs}, limit requests with logprobs true"
+        )
     if fields.logprobs:
         request.sampling.logprobs = fields.top_logprobs or 0
     return request
@@ -62,7 +64,7 @@ def completion_requests(fields: CompletionFields) -> list[generation_pb2.Generat
         if fields.echo:
             shared.sampling.prompt_logprobs = fields.logprobs
     requests = []
-    for prompt in fields.prompt:
+    for prompt in fields.prompt.items:
         request = generation_pb2.GenerateRequest()
         request.CopyFrom(shared)
         if isinstance(prompt, str):
@@ -111,9 +113,10 @@ def _set_guide(sampling: common_pb2.SamplingParams, asked: ResponseFormat) -> No
     of_schema = asked.type == "json_schema"
     if of_schema != (asked.json_schema is not None):
         state = "set" if asked.json_schema is not None else "not set"
-        raise invalid(
-            f"response_format.json_schema is {state}, limit: where the type is json_schema, and "
-            f"nowhere else; type is {asked.type!r}"
+        raise wrong_field(
+            "response_format.json_schema",
+            f" is {state}, limit: where the type is json_schema, and nowhere else; type is "
+            f"{asked.type!r}",
         )
     if asked.json_schema is not None:
         sampling.guide.json_schema = json.dumps(asked.json_schema.json_schema)
@@ -124,5 +127,5 @@ def _set_guide(sampling: common_pb2.SamplingParams, asked: ResponseFormat) -> No
 def _max_tokens(fields: SharedFields) -> int | None:
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise invalid(f"max_completion_tokens is {shown(new)}, limit {old}, as max_tokens says")
+        raise wrong_field("max_completion_tokens", f" is {new}, limit {old}, as max_tokens says")
     return new if old is None else old

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -21,9 +21,15 @@ from legato.cluster.gateway import CLUSTER, GENERATION, MAX_REQUEST_BYTES
 from legato.cluster.request import parse_request
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2
+from legato.protos.status_details import Violation, read_details
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+RANGE = "[0, 1024]"
+ROLE_NUMBERS = "one of 1 (prefill), 2 (decode), 3 (colocated)"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -155,13 +161,13 @@ async def test_status_answers_though_the_controller_does_not(
 @pytest.mark.parametrize(
     ("targets", "sentence"),
     [
-        ([], "targets is empty"),
+        ([], "targets has 0 entries, limit [1, 3]"),
         ([(1, -1)], "targets[0].target is -1"),
-        ([(1, 1025)], "from 0 to 1024"),
+        ([(1, 1025)], "limit [0, 1024]"),
         ([(0, 1)], "targets[0].role is 0"),
         ([(7, 1)], "targets[0].role is 7"),
         ([(1, None)], "targets[0].target is not set"),
-        ([(2, 1), (2, 2)], "targets[1].role is decode again"),
+        ([(2, 1), (2, 2)], "targets[1].role is 2 again"),
     ],
 )
 async def test_scaling_checks_its_numbers(
@@ -212,7 +218,9 @@ async def test_a_change_of_role_reaches_the_controller(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ChangeRole(cluster_pb2.ChangeRoleRequest(worker_id="prefill-1"))
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "role is 0; it must be prefill (1) or decode (2)" in (raised.value.details() or "")
+        assert "role is 0, limit one of 1 (prefill), 2 (decode), 3 (coloc" in (
+            raised.value.details() or ""
+        )
         service.control.refusal = refusal
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ChangeRole(request)
@@ -248,6 +256,42 @@ async def test_a_nodes_drain_reaches_the_controller() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.DrainNode(request)
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        service.control.refusal = UnknownWorkerError("no node has that name; there are 10.0.0.7")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.DrainNode(request)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        details = read_details(tuple(raised.value.trailing_metadata() or ()))
+        assert details.reason == "UNKNOWN_NODE"
+        assert "addresses that the message names" in details.remedy
+
+
+def pool_target(**fields: int) -> cluster_pb2.ScalePoolRequest:
+    return cluster_pb2.ScalePoolRequest(targets=[cluster_pb2.PoolTarget(**fields)])
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "violation"),
+    [
+        ("ScalePool", cluster_pb2.ScalePoolRequest(), ("targets", "0 entries", "[1, 3]")),
+        ("ScalePool", pool_target(role=DECODE, target=-1), ("targets[0].target", "-1", RANGE)),
+        ("ScalePool", pool_target(role=DECODE, target=1025), ("targets[0].target", "1025", RANGE)),
+        ("ScalePool", pool_target(role=DECODE), ("targets[0].target", "not set", RANGE)),
+        ("ScalePool", pool_target(target=1), ("targets[0].role", "0", ROLE_NUMBERS)),
+        ("ChangeRole", cluster_pb2.ChangeRoleRequest(role=9), ("role", "9", ROLE_NUMBERS)),
+        ("Shutdown", cluster_pb2.ShutdownRequest(drain_timeout_s=-1),
+         ("drain_timeout_s", "-1", "[0, 600]")),
+        ("DrainNode", cluster_pb2.DrainNodeRequest(node="x" * 300), ("node", "300 chars", "256")),
+    ],
+)  # fmt: skip
+async def test_a_wrong_order_is_told_by_field_value_and_limit(
+    method: str, request_: Message, violation: tuple[str, str, str]
+) -> None:
+    async with Service(*pair()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request_)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = read_details(tuple(raised.value.trailing_metadata() or ()))
+    assert details.violation == Violation(*violation)
 
 
 async def test_the_blocking_client_does_the_same() -> None:
