@@ -86,7 +86,7 @@ class Owner:
             self._check_own()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
-        from legato.cluster.actors.kv_room import check_kv_memory
+        from legato.cluster.actors.kv_room import check_room, own_memory
         from legato.cluster.actors.model_path import resolve_model_path
         from legato.cluster.actors.plans import RouterPlan, WorkerPlan
         from legato.cluster.actors.service import RayService
@@ -99,13 +99,14 @@ class Owner:
                 ),
             )
             sizes = config.pool_sizes
-            check_kv_memory(
+            check_room(
                 model_path,
                 [
                     config.decode_engine() if role == "decode" else config.engine
                     for role in sizes
                     if sizes[role]
                 ],
+                most_bytes=own_memory() if ray_address is None else None,
             )
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error
