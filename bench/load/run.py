@@ -7,15 +7,17 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from legato.bench.load.arrivals import POISSON
 from legato.bench.load.grpc_target import GrpcTarget
 from legato.bench.load.sample import Sample
-from legato.bench.load.warmup import Place, Span, Warmup
+from legato.bench.load.warmup import NO_WARMUP, Place, Span
+from legato.bench.load.workload import LoadWorkload, draw_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from legato.bench.load.target import Target
-    from legato.bench.load.workload import LoadWorkload, Planned
+    from legato.bench.load.workload import Planned
     from legato.cluster.client_access import ClientAccess
 
 # What a stream of a closed load waits behind a failure: one that is refused at once would else
@@ -54,18 +56,27 @@ async def run_load(
     num_warmup: int = 0,
     stop: asyncio.Event | None = None,
 ) -> list[Sample]:
-    """`send_load` over gRPC, with the samples that count. `addresses`: routers, which take turns.
-    `num_warmup`: more than zero in the place of the workload's own warm-up.
+    """`send_load` over gRPC. `addresses`: routers, which take turns. `num_warmup`: requests of such
+    lengths that go before, one after the other, with prompts of their own, and are in no sample.
 
     Raises:
         ValueError: a request is longer than the model's context.
         grpc.RpcError: the service does not say what it serves, or does not answer.
     """
-    if num_warmup:
-        workload = dataclasses.replace(workload, warmup=Warmup(num_warmup))
     async with GrpcTarget(addresses, access) as target:
-        samples = await send_load(workload, target, timeout_s=timeout_s, stop=stop)
-    return [sample for sample in samples if not sample.is_warmup]
+        if num_warmup:
+            first = dataclasses.replace(
+                workload,
+                rate_per_s=None,
+                arrivals=POISSON,
+                concurrency=1,
+                num_requests=num_warmup,
+                duration_s=None,
+                warmup=NO_WARMUP,
+                seed=draw_seed(),
+            )
+            await send_load(first, target, timeout_s=timeout_s)
+        return await send_load(workload, target, timeout_s=timeout_s, stop=stop)
 
 
 def check_lengths(workload: LoadWorkload, context_length: int | None) -> None:
