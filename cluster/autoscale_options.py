@@ -82,8 +82,8 @@ class AutoscaleOptions:
             allowed = self.range_of(role)
             if size not in allowed and not self.dry_run:
                 raise ValueError(
-                    f"{role} must be in {allowed} while it is autoscaled "
-                    f"(--autoscale {role}={allowed}), got {size}"
+                    f"{role} is {size}, limit [{allowed.min_workers}, {allowed.max_workers}]: the "
+                    f"{role} pool is autoscaled (--autoscale {role}={allowed})"
                 )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.error_status import with_status
 from legato.cluster.errors import RequestError, invalid, unavailable
 from legato.cluster.known_fields import check_known_fields
@@ -69,6 +70,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 moved=counters.moved,
                 moved_with_kv=counters.moved_with_kv,
                 http_port=int(router.http_address.rpartition(":")[2] or 0),
+                drain_left_s=router.drain_left_s,
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,
@@ -86,7 +88,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         try:
             result = await _asked(self._router.control.scale(targets))
         except ValueError as error:  # an autoscaled pool's range is the controller's to know
-            raise invalid(f"targets: {error}") from error
+            role, _, rest = str(error).partition(" ")
+            places = {name: f"targets[{index}].target" for index, name in enumerate(targets)}
+            sentence = f"{places[role]} {rest}" if role in places else f"targets: {error}"
+            raise invalid(sentence) from error
         return cluster_pb2.ScalePoolResponse(targets=wire_targets(result))
 
     @with_status
@@ -125,7 +130,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         check_known_fields(request)
         if len(request.node) > MAX_NODE_CHARS:
             raise invalid(f"node has {len(request.node)} chars, limit {MAX_NODE_CHARS}")
-        worker_ids = await _ordered(self._router.control.drain_node(request.node))
+        call = self._router.control.drain_node(request.node)
+        worker_ids = await _ordered(call, unknown=Reason.UNKNOWN_NODE)
         return cluster_pb2.DrainNodeResponse(worker_ids=worker_ids)
 
     @with_status
@@ -140,9 +146,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         if drain_s is None:
             drain_s = DEFAULT_DRAIN_S
         if not math.isfinite(drain_s) or not 0 <= drain_s <= MAX_DRAIN_S:
-            raise invalid(f"drain_timeout_s is {drain_s}; it must be from 0 to {MAX_DRAIN_S:g}")
+            raise invalid(f"drain_timeout_s is {drain_s:g}, limit [0, {MAX_DRAIN_S:g}]")
         await _asked(self._router.control.shutdown(drain_s))
-        return cluster_pb2.ShutdownResponse()
+        if not request.wait:
+            return cluster_pb2.ShutdownResponse()
+        return cluster_pb2.ShutdownResponse(num_cut=await self._router.end_told())
 
     async def _pools(self) -> list[cluster_pb2.PoolStatus]:
         """The controller's pools with the loads that the router sees."""
@@ -207,12 +215,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return pools
 
 
-async def _ordered(call: Coroutine[Any, Any, T]) -> T:
+async def _ordered(call: Coroutine[Any, Any, T], *, unknown: Reason = Reason.UNKNOWN_WORKER) -> T:
     """As `_asked`, of an order to workers; what is wrong with it has a status of its own."""
     try:
         return await _asked(call)
     except UnknownWorkerError as error:
-        raise RequestError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        raise RequestError(grpc.StatusCode.NOT_FOUND, str(error), reason=unknown) from None
     except RoleChangeRefusedError as error:
         raise RequestError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
     except ValueError as error:
@@ -238,8 +246,8 @@ def _read_worker_id(text: str) -> str:
 def _read_role(field: str, number: int) -> Role:
     """Raises RequestError naming field, value and limit."""
     if (role := role_of(number)) is None:
-        names = " or ".join(f"{name} ({wire})" for name, wire in WIRE_ROLES.items())
-        raise invalid(f"{field} is {number}; it must be {names}")
+        names = ", ".join(f"{wire} ({name})" for name, wire in WIRE_ROLES.items())
+        raise invalid(f"{field} is {number}, limit one of {names}")
     return role
 
 
@@ -250,23 +258,22 @@ def read_targets(request: cluster_pb2.ScalePoolRequest) -> dict[Role, int]:
         RequestError: INVALID_ARGUMENT naming field, value and limit.
     """
     if not request.targets:
-        raise invalid("targets is empty: name at least one pool and its size")
+        raise invalid(f"targets has 0 entries, limit [1, {len(WIRE_ROLES)}]: each pool once")
     if len(request.targets) > len(WIRE_ROLES):
         raise invalid(
-            f"targets has {len(request.targets)} entries, limit {len(WIRE_ROLES)}: each pool once"
+            f"targets has {len(request.targets)} entries, limit [1, {len(WIRE_ROLES)}]: each pool "
+            "once"
         )
     check_known_fields(request)  # looks into each, so that there must not be too many
     targets: dict[Role, int] = {}
     for index, item in enumerate(request.targets):
         role = _read_role(f"targets[{index}].role", item.role)
         if role in targets:
-            raise invalid(f"targets[{index}].role is {role} again; name each pool once")
+            raise invalid(f"targets[{index}].role is {item.role} again, limit each pool once")
+        limit = f"[0, {MAX_POOL_SIZE}]: the size of the {role} pool"
         if not item.HasField("target"):
-            raise invalid(f"targets[{index}].target is not set for the {role} pool")
+            raise invalid(f"targets[{index}].target is not set, limit {limit}")
         if not 0 <= item.target <= MAX_POOL_SIZE:
-            raise invalid(
-                f"targets[{index}].target is {item.target} for the {role} pool; "
-                f"it must be from 0 to {MAX_POOL_SIZE}"
-            )
+            raise invalid(f"targets[{index}].target is {item.target}, limit {limit}")
         targets[role] = item.target
     return targets

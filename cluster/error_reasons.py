@@ -22,6 +22,11 @@ class Reason(Enum):
         "Set the field that the message names to a value within the limit that it names, or "
         "leave it out, and send the request again.",
     )
+    CONTEXT_LENGTH_EXCEEDED = (
+        _Code.INVALID_ARGUMENT,
+        "Shorten the prompt or ask for fewer tokens, or serve the model with a longer context or "
+        "more KV memory.",
+    )
     MALFORMED_REQUEST = (_Code.INVALID_ARGUMENT, MALFORMED_REMEDY)
     UNKNOWN_FIELD = (
         _Code.UNIMPLEMENTED,
@@ -43,6 +48,10 @@ class Reason(Enum):
     UNKNOWN_WORKER = (
         _Code.NOT_FOUND,
         "Use an id that `legato status` shows.",
+    )
+    UNKNOWN_NODE = (
+        _Code.NOT_FOUND,
+        "Use one of the addresses that the message names, or the host name of such a node.",
     )
     REQUEST_IN_FLIGHT = (
         _Code.ALREADY_EXISTS,
@@ -120,10 +129,14 @@ for _reason in Reason:
 
 # "sampling.top_p is 2, limit (0, 1]": how sentences name field, value and limit.
 _SENTENCE = re.compile(
-    r"(?:the )?(?P<field>[a-z_]\w*(?:\[\d+\]|\.[a-z_]\w*)*)(?::| is| has| holds|(?= of))? "
-    r"(?P<value>.*?)(?:(?:, limit |; it must be )(?P<limit>.*?)(?:: .*)?)?",
+    r"(?:the )?(?P<field>[a-z_]\w*(?:\[-?\d+\]|\.[a-z_]\w*)*)(?::| is| has| holds|(?= of))? "
+    r"(?P<value>.*?)(?:, limit (?P<limit>.*?)(?:: .*)?)?",
     re.DOTALL,
 )
+
+
+# Of a wrong field, which the details name.
+OF_FIELDS = (Reason.INVALID_FIELD, Reason.CONTEXT_LENGTH_EXCEEDED)
 
 
 def violation_of(message: str) -> Violation | None:

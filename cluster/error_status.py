@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from legato.cluster.error_reasons import Reason, violation_of
+from legato.cluster.error_reasons import OF_FIELDS, violation_of
 from legato.cluster.errors import RequestError
 from legato.protos.never_retry import NEVER_RETRY
 from legato.protos.status_details import details_trailer, sentence
@@ -69,7 +69,7 @@ def trailers_of(error: RequestError, seconds: float = 0.0) -> Trailers:
         sentence(error.message),
         reason=error.reason.name,
         remedy=error.reason.remedy,
-        violation=violation_of(error.message) if error.reason is Reason.INVALID_FIELD else None,
+        violation=violation_of(error.message) if error.reason in OF_FIELDS else None,
         retry_after_s=None if retry_ms is None else retry_ms / 1000,
     )
     if error.is_final:

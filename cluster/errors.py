@@ -41,9 +41,9 @@ class ClientGoneError(Exception):
     """Nobody is there any more to read the answer, or to be told so."""
 
 
-def invalid(message: str) -> RequestError:
+def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> RequestError:
     """INVALID_ARGUMENT: `message` names field, value and limit."""
-    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message, reason=reason)
 
 
 def unavailable(message: str, reason: Reason = Reason.NOT_SERVED_NOW) -> RequestError:
@@ -55,3 +55,7 @@ def unavailable(message: str, reason: Reason = Reason.NOT_SERVED_NOW) -> Request
 
 class ServiceError(Exception):
     """Why a service could not start or go on: one sentence for the person who typed the command."""
+
+
+class WrongInputError(ServiceError):
+    """What that person gave is wrong: an option's value, a variable, a file or a line of one."""

@@ -42,13 +42,13 @@ def find_node(nodes: Iterable[NodeView], name: str) -> NodeView:
         UnknownWorkerError: none is.
     """
     if not name:
-        raise ValueError("node is empty: give its address or host name")
+        raise ValueError("node is empty, limit at least 1 character: its address or host name")
     nodes = list(nodes)
     found = [node for node in nodes if _host(node) == name]
     found = found or [node for node in nodes if node.host_name == name]
     if len(found) > 1:
         addresses = ", ".join(sorted(_host(node) for node in found))
-        raise ValueError(f"node {shown(name)} names {len(found)} nodes: {addresses}")
+        raise ValueError(f"node is {shown(name)}, limit what names 1 node: it names {addresses}")
     if not found:
         there = ", ".join(sorted(_host(node) for node in nodes)[:MAX_NAMED])
         raise UnknownWorkerError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import invalid, shown
 from legato.cluster.sampling_rules import check_token_ids
 
@@ -87,5 +88,6 @@ def _check_chars(field: str, num_chars: int, text: ModelText, limits: ModelLimit
     if num_chars > max_chars:
         raise invalid(
             f"{field} has {num_chars} chars, limit {max_chars}: more cannot fit the context of "
-            f"{limits.context_length} tokens"
+            f"{limits.context_length} tokens",
+            Reason.CONTEXT_LENGTH_EXCEEDED,
         )

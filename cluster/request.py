@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import invalid, shown
 from legato.cluster.known_fields import check_known_fields
 from legato.cluster.prompt_ids import chat_ids, check_num_messages, text_ids
@@ -203,12 +204,14 @@ def _check_length(num_tokens: int, limits: ModelLimits) -> None:
     if num_tokens >= limits.context_length:
         raise invalid(
             f"prompt has {num_tokens} tokens, limit {limits.context_length - 1}: the context is "
-            f"{limits.context_length}, and at least 1 token must be left for the answer"
+            f"{limits.context_length}, and at least 1 token must be left for the answer",
+            Reason.CONTEXT_LENGTH_EXCEEDED,
         )
     if num_tokens > limits.prefill_kv_tokens:
         raise invalid(
             f"prompt has {num_tokens} tokens, limit {limits.prefill_kv_tokens}: the KV pool of "
-            "the largest prefill worker"
+            "the largest prefill worker",
+            Reason.CONTEXT_LENGTH_EXCEEDED,
         )
 
 
@@ -216,6 +219,7 @@ def _max_tokens(
     asked: common_pb2.SamplingParams, num_prompt: int, num_answers: int, limits: ModelLimits
 ) -> int:
     """What was asked, at least 1, clamped to the context; unset, also to the decode pool."""
+    reason = Reason.CONTEXT_LENGTH_EXCEEDED
     room = limits.context_length - num_prompt
     # The last token's KV is never written, and a single token never leaves prefill.
     pool_room = limits.decode_rows(num_prompt, num_answers) - num_prompt + 1
@@ -223,15 +227,16 @@ def _max_tokens(
         if pool_room >= min(2, room):
             return max(1, min(DEFAULT_MAX_TOKENS, room, pool_room))
         if num_answers > 1:
-            raise invalid(_too_large(num_prompt, 2, num_answers, limits))
+            raise invalid(_too_large(num_prompt, 2, num_answers, limits), reason)
         raise invalid(
             f"prompt has {num_prompt} tokens, limit {limits.decode_kv_tokens - 1}: the KV "
             f"pool of the largest decode worker, {limits.decode_kv_tokens} tokens, must hold "
-            "it and the answer (only max_tokens 1 needs no decode worker)"
+            "it and the answer (only max_tokens 1 needs no decode worker)",
+            reason,
         )
     max_tokens = min(max(1, asked.max_tokens), room)
     if max_tokens > max(1, pool_room):
-        raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits))
+        raise invalid(_too_large(num_prompt, max_tokens, num_answers, limits), reason)
     return max_tokens
 
 

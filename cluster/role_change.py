@@ -39,7 +39,9 @@ def find_worker(pools: Iterable[Pool], worker_id: str) -> tuple[Pool, WorkerReco
         UnknownWorkerError: it begins none.
     """
     if not worker_id:
-        raise ValueError("worker_id is empty: give a worker's id, or how it begins")
+        raise ValueError(
+            "worker_id is empty, limit at least 1 character: a worker's id, or its beginning"
+        )
     found = {
         worker.known_id: (pool, worker)
         for pool in pools
@@ -52,7 +54,8 @@ def find_worker(pools: Iterable[Pool], worker_id: str) -> tuple[Pool, WorkerReco
         raise UnknownWorkerError(f"no worker has an id that begins with {shown(worker_id)}")
     if len(found) > 1:
         raise ValueError(
-            f"worker_id {shown(worker_id)} begins {len(found)} ids: {', '.join(sorted(found))}"
+            f"worker_id is {shown(worker_id)}, limit what begins 1 id: it begins {len(found)} ids: "
+            f"{', '.join(sorted(found))}"
         )
     return next(iter(found.values()))
 

@@ -67,7 +67,8 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
         raise invalid(f"sampling.seed is {asked.seed}, limit [0, {2**63 - 1}]")
     least = 0 if asked.HasField("prompt_logprobs") else 1
     if asked.HasField("max_tokens") and asked.max_tokens < least:
-        raise invalid(f"sampling.max_tokens is {asked.max_tokens}, limit [{least}, {2**31 - 1}]")
+        limit = f"[{least}, {2**31 - 1}]{', or 0 with prompt_logprobs' if least else ''}"
+        raise invalid(f"sampling.max_tokens is {asked.max_tokens}, limit {limit}")
     max_tokens = asked.max_tokens if asked.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     if not 0 <= asked.min_tokens <= max_tokens:
         raise invalid(
@@ -82,8 +83,12 @@ def check_sampling(asked: common_pb2.SamplingParams, vocab_size: int) -> None:
     _check_count("sampling.stop_token_ids", len(asked.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", asked.stop_token_ids, vocab_size)
     _check_count("sampling.logit_bias", len(asked.logit_bias), MAX_LOGIT_BIAS)
-    check_token_ids("sampling.logit_bias", asked.logit_bias, vocab_size)
     for token_id, bias in asked.logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise invalid(
+                f"sampling.logit_bias[{token_id}] has token id {token_id}, limit "
+                f"[0, {vocab_size - 1}] (vocabulary of {vocab_size})"
+            )
         if not -100.0 <= bias <= 100.0:
             raise invalid(
                 f"sampling.logit_bias[{token_id}] is {shown_float(bias)}, limit [-100, 100]"

@@ -45,12 +45,18 @@ class Lengths:
             ValueError: it is none, or out of range.
         """
         words = text.strip()
-        if found := re.fullmatch(r"(\d{1,10})(?:\.\.(\d{1,10}))?", words):
+        if found := re.fullmatch(r"([0-9]{1,10})(?:\.\.([0-9]{1,10}))?", words):
             return cls(int(found[1]), int(found[2] or found[1]))
-        number = r"(\d{1,10}(?:\.\d{1,6})?)"
-        if found := re.fullmatch(rf"lognormal:{number}:{number}:(\d{{1,10}})", words):
+        number = r"([0-9]{1,10}(?:\.[0-9]{1,6})?)"
+        if found := re.fullmatch(rf"lognormal:{number}:{number}:([0-9]{{1,10}})", words):
             return cls(1, int(found[3]), float(found[1]), float(found[2]))
         raise ValueError(f"must be {FORMS}, got {text!r}")
+
+    def __str__(self) -> str:
+        """In the form that `parse` reads."""
+        if self.sigma is not None:
+            return f"lognormal:{self.median:g}:{self.sigma:g}:{self.most}"
+        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
 
     def quantile(self, share: float) -> int:
         """So many tokens that `share` in (0, 1) of the requests has at most as many."""

@@ -1,28 +1,48 @@
-"""run_load: sends a workload to a running service, and notes when its tokens came."""
+"""send_load: sends a workload to a server, and notes when its tokens came."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import dataclasses
 import time
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import grpc
-
-from legato.bench.load.sample import Sample, note_tokens
-from legato.cluster.client_channels import CHANNEL_OPTIONS
-from legato.protos import generation_pb2, generation_pb2_grpc
+from legato.bench.load.grpc_target import GrpcTarget
+from legato.bench.load.sample import Sample
+from legato.bench.load.warmup import Place, Span, Warmup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from legato.bench.load.target import Target
     from legato.bench.load.workload import LoadWorkload, Planned
     from legato.cluster.client_access import ClientAccess
 
-    Stub = generation_pb2_grpc.GenerationAsyncStub
+# What a stream of a closed load waits behind a failure: one that is refused at once would else
+# ask thousands of times in a second.
+FAILURE_PAUSE_S = 0.1
 
-_ASK_TIMEOUT_S = 10.0
+
+async def send_load(
+    workload: LoadWorkload,
+    target: Target,
+    *,
+    timeout_s: float,
+    stop: asyncio.Event | None = None,
+    on_change: Callable[[Sample], None] = lambda _: None,
+) -> list[Sample]:
+    """All samples, those of the warm-up too, in the order in which they were due.
+
+    `target`: entered. When `stop` is set nothing more is sent, and what runs is cancelled.
+    `on_change` is called with each request that is sent, and again when it has ended.
+
+    Raises:
+        ValueError: a request is longer than the model's context.
+    """
+    check_lengths(workload, target.served.context_length)
+    run = _Run(workload, target, timeout_s, on_change)
+    await run.to_end(stop or asyncio.Event())
+    return run.samples
 
 
 async def run_load(
@@ -33,36 +53,25 @@ async def run_load(
     timeout_s: float,
     num_warmup: int = 0,
     stop: asyncio.Event | None = None,
-    on_change: Callable[[Sample], None] = lambda _: None,
 ) -> list[Sample]:
-    """All samples, in the order in which they were due.
-
-    `addresses`: routers, which take turns. `num_warmup` requests go first, one after the other, and
-    are in no figure. When `stop` is set nothing more is sent, and what runs is cancelled.
-    `on_change` is called with each request that is sent, and again when it has ended.
+    """`send_load` over gRPC, with the samples that count. `addresses`: routers, which take turns.
+    `num_warmup`: more than zero in the place of the workload's own warm-up.
 
     Raises:
         ValueError: a request is longer than the model's context.
-        grpc.RpcError: the service does not say what it serves, or a warm-up request failed.
+        grpc.RpcError: the service does not say what it serves, or does not answer.
     """
-    async with AsyncExitStack() as stack:
-        stubs: list[Stub] = []
-        for address in addresses:
-            channel = access.aio_channel(address, CHANNEL_OPTIONS)
-            stack.push_async_callback(channel.close)
-            stubs.append(generation_pb2_grpc.GenerationStub(channel))
-        model = await stubs[0].GetModel(generation_pb2.GetModelRequest(), timeout=_ASK_TIMEOUT_S)
-        check_lengths(workload, model.context_length)
-        run = _Run(workload, stubs, model.vocab_size, timeout_s, on_change)
-        await run.warm_up(num_warmup)
-        await run.to_end(stop or asyncio.Event())
-        return run.samples
+    if num_warmup:
+        workload = dataclasses.replace(workload, warmup=Warmup(num_warmup))
+    async with GrpcTarget(addresses, access) as target:
+        samples = await send_load(workload, target, timeout_s=timeout_s, stop=stop)
+    return [sample for sample in samples if not sample.is_warmup]
 
 
-def check_lengths(workload: LoadWorkload, context_length: int) -> None:
+def check_lengths(workload: LoadWorkload, context_length: int | None) -> None:
     """Raises ValueError where the longest request is beyond the context."""
     _, most = workload.longest
-    if most > context_length:
+    if context_length is not None and most > context_length:
         raise ValueError(
             f"prompt and answer have up to {most:,} tokens, limit {context_length:,}: the model's "
             "context"
@@ -73,25 +82,16 @@ class _Run:
     def __init__(
         self,
         workload: LoadWorkload,
-        stubs: Sequence[Stub],
-        vocab_size: int,
+        target: Target,
         timeout_s: float,
         on_change: Callable[[Sample], None],
     ) -> None:
         self._workload = workload
-        self._stubs = itertools.cycle(stubs)
-        self._vocab_size = vocab_size
+        self._target = target
         self._timeout_s = timeout_s
         self._on_change = on_change
+        self._span = Span(workload)
         self.samples: list[Sample] = []
-
-    async def warm_up(self, count: int) -> None:
-        """Of lengths as they will come, but with prompts that come no more."""
-        for planned in itertools.islice(self._workload.requests(), count):
-            message = self._workload.message(planned, self._vocab_size)
-            message.token_ids.ids[:] = reversed(message.token_ids.ids)
-            async for _ in next(self._stubs).Generate(message, timeout=self._timeout_s):
-                pass
 
     async def to_end(self, stop: asyncio.Event) -> None:
         began_s = time.monotonic()
@@ -101,7 +101,8 @@ class _Run:
         else:
             assert self._workload.concurrency is not None
             sending = [
-                self._send_in_turn(requests, began_s) for _ in range(self._workload.concurrency)
+                self._send_in_turn(requests, began_s, stream)
+                for stream in range(self._workload.concurrency)
             ]
         all_sent = asyncio.gather(*sending)
         stopping = asyncio.ensure_future(stop.wait())
@@ -122,39 +123,35 @@ class _Run:
         async with asyncio.TaskGroup() as group:
             for planned in requests:
                 assert planned.at_s is not None
-                message = self._workload.message(planned, self._vocab_size)
+                place = self._span.place(planned.number, planned.at_s)
+                assert place is not Place.OVER, "the workload ends there by itself"
+                request = self._target.request(self._workload, planned)
                 due_s = began_s + planned.at_s
                 # Also where it is late: the answers that have come are read in between.
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                group.create_task(self._request(planned, message, due_s))
+                sample = Sample(planned, due_s, time.monotonic())
+                sample.is_warmup = place is Place.WARM_UP
+                group.create_task(self._request(request, sample))
 
-    async def _send_in_turn(self, requests: Iterator[Planned], began_s: float) -> None:
-        duration_s = self._workload.duration_s
+    async def _send_in_turn(self, requests: Iterator[Planned], began_s: float, stream: int) -> None:
         for planned in requests:
+            request = self._target.request(self._workload, planned)
             now_s = time.monotonic()
-            if duration_s is not None and now_s - began_s >= duration_s:
+            place = self._span.place(planned.number, now_s - began_s)
+            if place is Place.OVER:
                 return
-            message = self._workload.message(planned, self._vocab_size)
-            await self._request(planned, message, now_s)
+            sample = Sample(planned, now_s, now_s, stream=stream)
+            sample.is_warmup = place is Place.WARM_UP
+            await self._request(request, sample)
+            if not sample.ok:
+                await asyncio.sleep(FAILURE_PAUSE_S)
 
-    async def _request(
-        self, planned: Planned, message: generation_pb2.GenerateRequest, due_s: float
-    ) -> None:
-        sample = Sample(planned, due_s, time.monotonic())
+    async def _request(self, request: Any, sample: Sample) -> None:  # noqa: ANN401  # the target's
         self.samples.append(sample)
         self._on_change(sample)
-        call = next(self._stubs).Generate(message, timeout=self._timeout_s)
         try:
-            async for response in call:
-                if response.WhichOneof("event") == "finish":
-                    sample.finish = response.finish
-                else:
-                    count = len(response.delta.token_ids)
-                    note_tokens(sample.token_times_s, time.monotonic(), count)
-            sample.end(time.monotonic())
-        except grpc.aio.AioRpcError as error:
-            sample.ended_s = time.monotonic()
-            sample.code, sample.error = error.code().name, error.details() or ""
+            await self._target.send(request, sample, self._timeout_s)
         finally:
-            call.cancel()
+            if sample.ended_s is None:  # cancelled
+                sample.ended_s = time.monotonic()
             self._on_change(sample)

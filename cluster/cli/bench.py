@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
-import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+import time
+from dataclasses import asdict
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from legato.cluster.cli.client_flags import chosen_access
-from legato.cluster.cli.connection import (
-    AddressOption,
-    PortOption,
-    choose_address,
-    open_targets,
-    sentences,
+from legato.cluster.cli.bench_options import (
+    ArrivalsOption,
+    ConcurrencyOption,
+    DurationOption,
+    HtmlOption,
+    ItlOption,
+    JsonOption,
+    MinWindowOption,
+    ModelOption,
+    NumRequestsOption,
+    PercentileOption,
+    PlotOption,
+    RateOption,
+    SeedOption,
+    TimeoutOption,
+    TtftOption,
+    UrlOption,
+    WarmupOption,
+    check_folder,
+    read,
+    read_urls,
 )
+from legato.cluster.cli.connection import AddressOption, PortOption, choose_address
 from legato.cluster.cli.load_options import (
-    MAX_RATE_PER_S,
     InputOption,
     OutputOption,
     PrefixOption,
@@ -30,167 +43,173 @@ from legato.cluster.cli.load_options import (
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from legato.bench.load.slo import Slo
+    from legato.bench.load.warmup import Warmup
+    from legato.cluster.cli.bench_run import BenchRun
 
-    from legato.bench.load.sample import Sample
-    from legato.bench.load.workload import LoadWorkload
-    from legato.cluster.cli.bench_progress import BenchProgress
-
-SOME_FAILED, INTERRUPTED = 1, 130  # exit codes
-MAX_CONCURRENCY, MAX_REQUESTS = 10_000, 10_000_000
-MAX_SECONDS = 1e6
+# Exit codes.
+SOME_FAILED, TOO_SHORT, MISSED, INTERRUPTED = 1, 3, 4, 130
 
 
 def bench(
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-3,
-            max=MAX_RATE_PER_S,
-            help="Requests per second, at times of their own (Poisson), whatever becomes of those "
-            "before. Latencies count from these times.",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_CONCURRENCY,
-            help="Instead of --rate: so many at a time; the next one is sent when one has ended.",
-        ),
-    ] = None,
-    num_requests: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_REQUESTS, help="Send so many.", show_default=False),
-    ] = None,
-    duration: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=MAX_SECONDS,
-            help="Send for so many seconds; what is under way then is waited for.",
-            show_default=False,
-        ),
-    ] = None,
+    context: typer.Context,
+    rate: RateOption = None,
+    arrivals: ArrivalsOption = "poisson",
+    concurrency: ConcurrencyOption = None,
+    num_requests: NumRequestsOption = None,
+    duration: DurationOption = None,
+    warmup: WarmupOption = None,
     input_tokens: InputOption = None,
     output_tokens: OutputOption = None,
     trace: TraceOption = None,
     prefix_share: PrefixOption = 0.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="The same seed, the same requests.")
-    ] = 0,
-    warmup: Annotated[
-        int, typer.Option(min=0, max=1000, help="Requests that go first and do not count.")
-    ] = 1,
-    ttft_slo: Annotated[
-        float | None,
-        typer.Option(min=1e-6, max=MAX_SECONDS, help="Good is a first token within so many s."),
-    ] = None,
-    itl_slo: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6,
-            max=MAX_SECONDS,
-            help="Good are answers with a token each so many seconds, on average.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, max=MAX_SECONDS, help="Seconds for one request.")
-    ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    seed: SeedOption = None,
+    ttft_slo: TtftOption = None,
+    itl_slo: ItlOption = None,
+    percentile: PercentileOption = 99.0,
+    min_window: MinWindowOption = 10.0,
+    timeout: TimeoutOption = 300.0,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+    html: HtmlOption = None,
+    url: UrlOption = None,
+    model: ModelOption = None,
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
     """Put a running service under load, and measure what its users feel.
 
-    Prompts are random tokens, answers as long as asked. Ctrl-C ends it, and what was measured
-    until then is printed. Exit codes: 0 every request was answered; 1 some failed; 130 Ctrl-C.
+    Prompts are random and as a rule new, answers as long as asked. Rates and inter-token latencies
+    are of the window in which all of the load was there. Ctrl-C ends it, and what was measured
+    until then is printed.
+
+    Exit codes: 0 the figures stand, and the targets are met; 1 requests failed, 3 the window was
+    too short: no verdict; 4 the targets are missed; 130 Ctrl-C.
 
     Examples:
 
-        legato bench --concurrency 8 --num-requests 64 --input-tokens 128 --output-tokens 64
+        legato bench --concurrency 8 --duration 60 --input-tokens 128 --output-tokens 64
 
-        legato bench --rate 5 --duration 60 --input-tokens 100..900 --output-tokens 16..256
+        legato bench --rate 5 --duration 60 --warmup 10s --input-tokens 100..900 --output-tokens 99
 
-        legato bench --trace traffic.jsonl --ttft-slo 0.5 --itl-slo 0.05 --json
+        legato bench --trace traffic.jsonl --ttft-slo 0.5 --itl-slo 0.05 --html report.html
+
+        legato bench --url http://host:80 --rate 2 --duration 60 --input-tokens 64 --output-tokens 9
     """
-    from legato.bench.load.report import Slo, report
-    from legato.bench.load.workload import LoadWorkload
+    from legato.bench.load.arrivals import Arrivals
+    from legato.bench.load.slo import Slo
+    from legato.bench.load.workload import LoadWorkload, draw_seed
 
     inputs, outputs, lines = read_traffic(input_tokens, output_tokens, trace)
     if num_requests is None and duration is None and lines is None:
         raise typer.BadParameter("--num-requests or --duration says when it ends")
+    urls = read_urls(context, url, model)
+    where = choose_address(address, port)
+    _check_files(plot, html)
     try:
         workload = LoadWorkload(
-            inputs, outputs, lines, rate, concurrency, num_requests, duration, prefix_share, seed
+            inputs,
+            outputs,
+            lines,
+            rate,
+            concurrency,
+            num_requests,
+            duration,
+            prefix_share,
+            draw_seed() if seed is None else seed,
+            arrivals=read("--arrivals", Arrivals.parse, arrivals),
+            warmup=_warmup(warmup, concurrency, is_trace=lines is not None),
         )
     except ValueError as error:
         raise typer.BadParameter(f"{error} (--rate, --concurrency, or --trace with at_s)") from None
-    samples, interrupted = _run(workload, choose_address(address, port), timeout, warmup)
-    figures = report(samples, Slo(ttft_slo, itl_slo), concurrency)
-    if as_json:
-        print(json.dumps({"interrupted": interrupted, **figures}))
-    else:
-        from rich.console import Console
+    from legato.cluster.cli.bench_run import run_bench
 
-        from legato.cluster.cli.bench_table import bench_tables
-
-        console = Console(highlight=False)
-        for table in bench_tables(figures):
-            console.print(table)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if figures["failed"] or not figures["ok"]:
-        raise typer.Exit(SOME_FAILED)
+    run = run_bench(workload, urls, model, where, timeout)
+    figures = _figures(run, Slo(ttft_slo, itl_slo, percentile), min_window, workload.settings())
+    _tell(figures, as_json=as_json)
+    _write(run, figures, plot, html)
+    if code := _exit_code(figures):
+        raise typer.Exit(code)
 
 
-def _run(
-    workload: LoadWorkload, address: str, timeout_s: float, num_warmup: int
-) -> tuple[list[Sample], bool]:
-    from legato.cluster.cli.bench_progress import BenchProgress
+def _warmup(text: str | None, concurrency: int | None, *, is_trace: bool) -> Warmup:
+    from legato.bench.load.warmup import Warmup
 
-    with sentences(address), BenchProgress(workload.num_requests) as progress:
+    if text is not None:
+        return read("--warmup", Warmup.parse, text)
+    # The first of each stream come all at once, as no others do. A trace is counted whole.
+    return Warmup(0 if concurrency is None or is_trace else concurrency)
+
+
+def _check_files(plot: Path | None, html: Path | None) -> None:
+    check_folder("--plot", plot)
+    check_folder("--html", html)
+    if plot is not None:
+        from legato.bench.load.plot import check_plot
+
         try:
-            return asyncio.run(_load(workload, address, timeout_s, num_warmup, progress))
+            check_plot(plot)
         except ValueError as error:
-            raise ServiceError(str(error)) from error
+            raise typer.BadParameter(str(error), param_hint="--plot") from None
 
 
-async def _load(
-    workload: LoadWorkload,
-    address: str,
-    timeout_s: float,
-    num_warmup: int,
-    progress: BenchProgress,
-) -> tuple[list[Sample], bool]:
-    from legato.bench.load.run import run_load
+def _figures(
+    run: BenchRun,
+    slo: Slo,
+    min_window_s: float,
+    settings: dict[str, object],
+) -> dict[str, Any]:
+    from legato.bench.load.report import report
 
-    stop = asyncio.Event()
-    with _interrupts_set(stop):
-        samples = await run_load(
-            workload,
-            open_targets(address),
-            chosen_access(),
-            timeout_s=timeout_s,
-            num_warmup=num_warmup,
-            stop=stop,
-            on_change=progress.take,
-        )
-    return samples, stop.is_set()
+    return {
+        "interrupted": run.interrupted,
+        "target": asdict(run.served),
+        "load": settings,
+        **report(run.samples, slo, run.server, min_window_s=min_window_s),
+    }
 
 
-@contextmanager
-def _interrupts_set(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C ends the load, the second one the program."""
-    loop = asyncio.get_running_loop()
+def _tell(figures: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures))
+        return
+    from rich.console import Console
 
-    def interrupted() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        print("legato: no more is sent; what was measured follows", file=sys.stderr)
-        stop.set()
+    from legato.cluster.cli.bench_table import bench_tables
 
-    loop.add_signal_handler(signal.SIGINT, interrupted)
+    console = Console(highlight=False)
+    for part in bench_tables(figures):
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+
+
+def _write(run: BenchRun, figures: dict[str, Any], plot: Path | None, html: Path | None) -> None:
+    if (plot is None and html is None) or not run.samples:
+        return
+    from legato.bench.load.curves import curves
+
+    shown = curves(run.samples)
     try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        if html is not None:
+            from legato.bench.load.html_report import html_report
+
+            when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            html.write_text(html_report(figures, shown, when), encoding="utf-8")
+        if plot is not None:
+            from legato.bench.load.plot import draw
+
+            draw(
+                plot, f"{run.served.model or run.served.where}: {figures['verdict']['text']}", shown
+            )
+    except OSError as error:
+        raise ServiceError(f"{error.filename!r} cannot be written: {error.strerror}") from error
+
+
+def _exit_code(figures: dict[str, Any]) -> int:
+    verdict = figures["verdict"]
+    if figures["interrupted"]:
+        return INTERRUPTED
+    if figures["failed"] or not figures["ok"]:
+        return SOME_FAILED
+    if verdict["refused_because"]:
+        return TOO_SHORT
+    return MISSED if verdict["met"] is False else 0

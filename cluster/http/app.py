@@ -25,13 +25,15 @@ from legato.cluster.http.error_response import (
     HttpError,
     error_response,
     json_response,
+    wrong_field,
 )
+from legato.cluster.http.field_names import FieldNames
+from legato.cluster.http.field_reading import read_fields
 from legato.cluster.http.front_door import FrontDoor
 from legato.cluster.http.generation import GenerationResponse
 from legato.cluster.http.openapi import describe, gets, posts
 from legato.cluster.http.posted import read_posted
 from legato.cluster.http.request_body import read_object
-from legato.cluster.http.shared_fields import read_fields
 from legato.cluster.page.routes import add_page
 from legato.cluster.request import MAX_N
 
@@ -60,6 +62,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
         version=router.version,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # a POST is not to be asked again, nor by the client's own Host
     )
     app.add_middleware(FrontDoor, authorize=authorize)
     app.add_exception_handler(HTTPException, _routing_error)
@@ -96,6 +99,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
                 fields,
                 requests,
                 TextForm(),
+                FieldNames.of_completion(fields),
                 echo=bool(fields.echo),
                 logprobs=fields.logprobs is not None,
             )
@@ -111,6 +115,7 @@ def create_app(router: Router, *, authorize: Authorize | None = None) -> FastAPI
                 fields,
                 [asked],
                 ChatForm(),
+                FieldNames.of_chat(fields),
                 echo=False,
                 logprobs=bool(fields.logprobs),
             )
@@ -124,12 +129,14 @@ def _completion(
     body: bytes,
 ) -> tuple[CompletionFields, Sequence[generation_pb2.GenerateRequest]]:
     fields = read_fields(read_object(body), CompletionFields)
-    return fields, completion_requests(fields)
+    with FieldNames.of_completion(fields).used():
+        return fields, completion_requests(fields)
 
 
 def _chat(body: bytes) -> tuple[ChatFields, generation_pb2.GenerateRequest]:
     fields = read_fields(read_object(body), ChatFields)
-    return fields, chat_request(fields)
+    with FieldNames.of_chat(fields).used():
+        return fields, chat_request(fields)
 
 
 def _generation(
@@ -138,6 +145,7 @@ def _generation(
     fields: SharedFields,
     requests: Sequence[generation_pb2.GenerateRequest],
     form: AnswerForm,
+    names: FieldNames,
     *,
     echo: bool,
     logprobs: bool,
@@ -146,13 +154,14 @@ def _generation(
         _check_model(router, fields.model)
     num_answers = 1 if fields.n is None else fields.n
     if not 1 <= num_answers <= MAX_N:  # a place for each is made before the router refuses it
-        raise invalid(f"n is {num_answers}, limit [1, {MAX_N}]")
+        raise wrong_field("n", f" is {num_answers}, limit [1, {MAX_N}]")
     request_id = _request_id(http)
     for number, request in enumerate(requests):
         request.request_id = f"{request_id}-{number}" if len(requests) > 1 else request_id
     wanted = Wanted(
         requests=requests,
         form=form,
+        names=names,
         id=form.id_prefix + request_id,
         model=router.model_name,
         num_answers=num_answers,
@@ -193,7 +202,9 @@ def _time_left_s(http: Request) -> float | None:
 def _check_model(router: Router, asked: str) -> None:
     if asked != router.model_name:
         raise HttpError(
-            MODEL_NOT_FOUND, f"model is {shown(asked)}, limit {shown(router.model_name)}"
+            MODEL_NOT_FOUND,
+            f"model is {shown(asked)}, limit {shown(router.model_name)}",
+            param="model",
         )
 
 

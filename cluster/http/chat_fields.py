@@ -37,6 +37,18 @@ def _content(value: object) -> str:
     return "".join(texts)
 
 
+def _nothing(value: object) -> None:
+    if value is not None and value != []:
+        raise ValueError(f"is {shown(value)}, limit null or []: it is not served")
+
+
+Nothing = Annotated[
+    None,
+    PlainValidator(_nothing),
+    WithJsonSchema({"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}),
+]
+
+
 class Message(RequestModel):
     """One turn of a chat."""
 
@@ -71,10 +83,10 @@ class Message(RequestModel):
     type: Literal["text"] | None = None
     # What answers of OpenAI's SDK have when they are sent back.
     refusal: None = None
-    tool_calls: None = None
+    tool_calls: Nothing = None
     function_call: None = None
     audio: None = None
-    annotations: None = None
+    annotations: Nothing = None
 
 
 class ChatFields(SharedFields):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -17,17 +18,28 @@ _KINDS = "a string, a list of strings, token ids, or a list of lists of token id
 Prompt = str | list[int]
 
 
-def _prompts(value: object) -> list[Prompt]:
+@dataclass(frozen=True)
+class Prompts:
+    """`several`: they came as a list, if only of one."""
+
+    items: list[Prompt]
+    several: bool
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def _prompts(value: object) -> Prompts:
     """Of any of the four forms; the first item decides which one it is."""
     if isinstance(value, str):
-        return [value]
+        return Prompts([value], several=False)
     if not isinstance(value, list):
         raise ValueError(f"is {shown(value)}, limit {_KINDS}")
     if not value:
         raise ValueError("is empty, limit at least 1 token")
     if is_whole(value[0]):
         _check_ids(value, "")
-        return [value]
+        return Prompts([value], several=False)
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"has {len(value)} prompts, limit {MAX_PROMPTS}")
     kind = type(value[0])
@@ -36,7 +48,7 @@ def _prompts(value: object) -> list[Prompt]:
             raise ValueError(f"[{index}] is {shown(item)}, limit {_KINDS}")
         if isinstance(item, list):
             _check_ids(item, f"[{index}]")
-    return value
+    return Prompts(value, several=True)
 
 
 def _check_ids(ids: list[object], where: str) -> None:
@@ -49,7 +61,7 @@ class CompletionFields(SharedFields):
     """Raw text or tokens, completed as they stand."""
 
     prompt: Annotated[
-        list[Prompt],
+        Prompts,
         PlainValidator(_prompts),
         WithJsonSchema(
             {

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from legato.cluster.client_requests import PRIORITIES
-from legato.cluster.errors import invalid, shown
+from legato.cluster.http.error_response import wrong_field
+from legato.cluster.request import MAX_N
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from legato.cluster.http.completion_fields import CompletionFields
     from legato.cluster.http.shared_fields import ResponseFormat, SharedFields
 
+MAX_CHOICES = 256  # answers to all prompts of one request
 # Those that are called the same in SamplingParams.
 _SCALARS = (
     "temperature",
@@ -41,7 +43,9 @@ def chat_request(fields: ChatFields) -> generation_pb2.GenerateRequest:
         role = "system" if message.role == "developer" else message.role
         request.messages.messages.add(role=role, content=message.content)
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise invalid(f"top_logprobs is {fields.top_logprobs}, limit requests with logprobs true")
+        raise wrong_field(
+            "top_logprobs", f" is {fields.top_logprobs}, limit requests with logprobs true"
+        )
     if fields.logprobs:
         request.sampling.logprobs = fields.top_logprobs or 0
     return request
@@ -51,15 +55,16 @@ def completion_requests(fields: CompletionFields) -> list[generation_pb2.Generat
     """One a prompt, without ids.
 
     Raises:
-        RequestError: two fields are at odds.
+        RequestError: two fields are at odds, or ask for too many answers together.
     """
+    _check_num_choices(len(fields.prompt), fields.n)
     shared = _request(fields)
     if fields.logprobs is not None:
         shared.sampling.logprobs = fields.logprobs
         if fields.echo:
             shared.sampling.prompt_logprobs = fields.logprobs
     requests = []
-    for prompt in fields.prompt:
+    for prompt in fields.prompt.items:
         request = generation_pb2.GenerateRequest()
         request.CopyFrom(shared)
         if isinstance(prompt, str):
@@ -69,6 +74,15 @@ def completion_requests(fields: CompletionFields) -> list[generation_pb2.Generat
             request.token_ids.SetInParent()
         requests.append(request)
     return requests
+
+
+def _check_num_choices(num_prompts: int, n: int | None) -> None:
+    """Each is within its own limit; together they are the work."""
+    if n is not None and 1 <= n <= MAX_N and num_prompts * n > MAX_CHOICES:
+        raise invalid(
+            f"n is {n}, limit {MAX_CHOICES // num_prompts}: prompt has {num_prompts}, and a "
+            f"request has at most {MAX_CHOICES} answers to all of them"
+        )
 
 
 def _request(fields: SharedFields) -> generation_pb2.GenerateRequest:
@@ -99,9 +113,10 @@ def _set_guide(sampling: common_pb2.SamplingParams, asked: ResponseFormat) -> No
     of_schema = asked.type == "json_schema"
     if of_schema != (asked.json_schema is not None):
         state = "set" if asked.json_schema is not None else "not set"
-        raise invalid(
-            f"response_format.json_schema is {state}, limit: where the type is json_schema, and "
-            f"nowhere else; type is {asked.type!r}"
+        raise wrong_field(
+            "response_format.json_schema",
+            f" is {state}, limit: where the type is json_schema, and nowhere else; type is "
+            f"{asked.type!r}",
         )
     if asked.json_schema is not None:
         sampling.guide.json_schema = json.dumps(asked.json_schema.json_schema)
@@ -112,5 +127,5 @@ def _set_guide(sampling: common_pb2.SamplingParams, asked: ResponseFormat) -> No
 def _max_tokens(fields: SharedFields) -> int | None:
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise invalid(f"max_completion_tokens is {shown(new)}, limit {old}, as max_tokens says")
+        raise wrong_field("max_completion_tokens", f" is {new}, limit {old}, as max_tokens says")
     return new if old is None else old

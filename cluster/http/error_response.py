@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 from starlette.responses import Response
 
+from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import RequestError
 
 if TYPE_CHECKING:
@@ -43,34 +43,50 @@ _KINDS = {
     _CODE.DEADLINE_EXCEEDED: ErrorKind(504, "timeout_error"),
 }
 INTERNAL = ErrorKind(500, "server_error")
+WRONG_FIELD = ErrorKind(400, _INVALID)
 # What gRPC has no code for.
 MODEL_NOT_FOUND = ErrorKind(404, _INVALID, "model_not_found")
 NO_SUCH_ROUTE = ErrorKind(404, _INVALID, "unknown_url")
 WRONG_METHOD = ErrorKind(405, _INVALID, "method_not_allowed")
 BODY_TOO_LARGE = ErrorKind(413, _INVALID, "request_too_large")
 WRONG_MEDIA_TYPE = ErrorKind(415, _INVALID, "unsupported_media_type")
-# The fields of GenerateRequest that have another name here.
-_PROMPTS = ("text", "token_ids", "prompt")
-_FIELD = re.compile(r"(?:sampling\.)?([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*)")
 
 
 class HttpError(RequestError):
-    """One of a kind that gRPC has no code for."""
+    """One of a kind that gRPC has no code for, or about a field of the body."""
 
-    def __init__(self, kind: ErrorKind, message: str) -> None:
-        super().__init__(_CODE.INVALID_ARGUMENT, message)
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        code: grpc.StatusCode = _CODE.INVALID_ARGUMENT,
+        reason: Reason | None = None,
+    ) -> None:
+        super().__init__(code, message, reason=reason)
         self.kind = kind
+        self.param = param
+
+
+def wrong_field(
+    param: str, rest: str, reason: Reason = Reason.INVALID_FIELD, *, name: str | None = None
+) -> HttpError:
+    """A 400 about that field of the body. `rest`: of the sentence, from behind the field's name,
+    which `name` is where the field's own is not to be printed as it stands.
+    """
+    message = f"{param if name is None else name}{rest}"
+    return HttpError(WRONG_FIELD, message, param=param, code=reason.code, reason=reason)
 
 
 def error_object(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """The body. `param` is the field where the sentence begins with one."""
+    """The body. `param` is the field that is at fault, where one of the client's body is."""
     kind = _kind(error)
-    message, param = _in_words_of_http(error.message) if kind.status == 400 else (error.message, "")
     return {
         "error": {
-            "message": message,
+            "message": error.message,
             "type": kind.type,
-            "param": param or None,
+            "param": error.param if isinstance(error, HttpError) else None,
             "code": kind.code or error.reason.name.lower(),
         }
     }
@@ -100,17 +116,3 @@ def json_response(
 
 def _kind(error: RequestError) -> ErrorKind:
     return error.kind if isinstance(error, HttpError) else _KINDS.get(error.code, INTERNAL)
-
-
-def _in_words_of_http(message: str) -> tuple[str, str]:
-    """The sentence with the names that the client used, and the field that it is about."""
-    found = _FIELD.match(message)
-    if found is None:
-        return message, ""
-    field, rest = found[1], message[found.end() :]
-    if not rest.startswith((" is ", " has ", ":", " needs ")):
-        return message, ""
-    name, bracket, index = field.partition("[")
-    if name in _PROMPTS:
-        field = f"prompt{bracket}{index}"
-    return field + rest, field

@@ -113,13 +113,14 @@ class GenerationResponse(Response):
         async def deliver(response: generation_pb2.GenerateResponse) -> None:
             await take(completion.take(prompt, response))
 
-        await self._router.generate(
-            self._wanted.requests[prompt],
-            deliver,
-            self._time_left_s,
-            lambda spec: completion.begin(prompt, spec),
-            headers=self._request_headers,
-        )
+        with self._wanted.names.used(prompt):
+            await self._router.generate(
+                self._wanted.requests[prompt],
+                deliver,
+                self._time_left_s,
+                lambda spec: completion.begin(prompt, spec),
+                headers=self._request_headers,
+            )
 
 
 class _EventStream:

@@ -1,21 +1,12 @@
-"""SharedFields: what both completion endpoints take, and how a wrong field is told."""
+"""SharedFields: what both completion endpoints take."""
 
 from __future__ import annotations
 
-import difflib
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import grpc
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from legato.cluster.errors import RequestError, invalid, shown
+from legato.cluster.errors import shown
 from legato.cluster.sampling_rules import (
     MAX_LOGIT_BIAS,
     MAX_STOP_CHARS,
@@ -23,26 +14,8 @@ from legato.cluster.sampling_rules import (
     MAX_STOP_TOKEN_IDS,
 )
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-
-# OpenAI's clients may send these as null; a value asks for what is not there.
-NOT_SERVED = (
-    "audio",
-    "function_call",
-    "functions",
-    "modalities",
-    "prediction",
-    "reasoning_effort",
-    "suffix",
-    "tool_choice",
-    "tools",
-    "verbosity",
-    "web_search_options",
-)
 
 
 def is_whole(value: object) -> bool:
@@ -51,15 +24,17 @@ def is_whole(value: object) -> bool:
 
 
 def _stop(value: object) -> list[str]:
-    """One string or several; how many and how long they may be is checked with the rest."""
+    """One string or several."""
     items = value if isinstance(value, list) else [value]
     if len(items) > MAX_STOP_STRINGS:
         raise ValueError(f"has {len(items)} entries, limit {MAX_STOP_STRINGS}")
     strings: list[str] = []
     for index, item in enumerate(items):
+        where = f"[{index}]" if isinstance(value, list) else ""
         if not isinstance(item, str):
-            where = f"[{index}]" if isinstance(value, list) else ""
             raise ValueError(f"{where} is {shown(item)}, limit a string or a list of strings")
+        if not 1 <= len(item) <= MAX_STOP_CHARS:
+            raise ValueError(f"{where} has {len(item)} chars, limit [1, {MAX_STOP_CHARS}]")
         strings.append(item)
     return strings
 
@@ -108,20 +83,6 @@ LogitBias = Annotated[
         }
     ),
 ]
-
-
-# By pydantic's kind of error, which has the name of the type.
-_LIMITS = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "int_parsing_size": "a whole number of 64 bits",
-    "float_type": "a number",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "none_required": "null: it is not served",
-}
 
 
 class RequestModel(BaseModel):
@@ -203,65 +164,3 @@ class SharedFields(RequestModel):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-
-Fields = TypeVar("Fields", bound=SharedFields)
-
-
-def read_fields(value: dict[str, Any], model: type[Fields]) -> Fields:
-    """The request's fields.
-
-    Raises:
-        RequestError: one of them is unknown, not served or of another type; the sentence names it.
-    """
-    for name in NOT_SERVED:
-        if value.pop(name, None) is not None:
-            raise RequestError(
-                grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served by this release"
-            )
-    unknown = next((name for name in value if name not in model.model_fields), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown[:64], model.model_fields, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise invalid(f"{_name(unknown)} is no field of this request{hint}")
-    try:
-        fields = model.model_validate(value)
-    except ValidationError as error:
-        raise invalid(_sentence(error.errors(include_url=False)[0])) from None
-    if fields.stream_options is not None and not fields.stream:
-        raise invalid("stream_options is set, limit requests with stream true")
-    return fields
-
-
-def _name(text: str) -> str:
-    return text if text.isidentifier() and len(text) <= 64 else shown(text)
-
-
-def _sentence(error: ErrorDetails) -> str:
-    path = ""
-    for part in error["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{_name(part)}" if path else _name(part)
-    kind, value = error["type"], error["input"]
-    if kind == "extra_forbidden":
-        return f"{path} is no field of this request"
-    if kind == "missing":
-        return f"{path} is not set, limit exactly one"
-    if kind == "value_error":  # of a check above, which goes on where the name ends
-        sentence = str(error["ctx"]["error"])
-        return path + sentence if sentence.startswith(("[", " ")) else f"{path} {sentence}"
-    if kind in ("too_long", "too_short"):
-        bound = error["ctx"].get("max_length", f"at least {error['ctx'].get('min_length')}")
-        return f"{path} has {len(value)} entries, limit {bound}"
-    return f"{path} is {shown(value)}, limit {_limit(error)}"
-
-
-def _limit(error: ErrorDetails) -> str:
-    """In our words; a test sends every field every kind of value, so that none is left out."""
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "less_than_equal":
-        return f"at most {context['le']}"
-    if kind == "greater_than_equal":
-        return f"at least {context['ge']}"
-    if kind == "literal_error":
-        return str(context["expected"])
-    return _LIMITS.get(kind, "what the field is described to take")

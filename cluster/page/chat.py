@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from legato.cluster.errors import invalid, shown
+from legato.cluster.errors import shown
+from legato.cluster.http.error_response import wrong_field
+from legato.cluster.http.field_names import FieldNames
 from legato.cluster.prompt_ids import MAX_MESSAGES
 from legato.cluster.timings import Phase
 from legato.protos import common_pb2, generation_pb2
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from legato.cluster.router import Router
 
 _FIELDS = {"messages", "max_tokens", "temperature"}
+_NAMES = FieldNames("messages", phrases={", or 0 with prompt_logprobs": ""})
 _COUNTS = (
     "prefill_worker",
     "decode_worker",
@@ -40,24 +43,27 @@ def read_chat(body: Mapping[str, Any], *, has_template: bool) -> generation_pb2.
         RequestError: a field is unknown, or not what it is to be.
     """
     for name in body.keys() - _FIELDS:
-        raise invalid(f"{shown(name)} is no field, limit {', '.join(sorted(_FIELDS))}")
+        rest = f" is no field, limit {', '.join(sorted(_FIELDS))}"
+        raise wrong_field(name, rest, name=shown(name))
     messages = body.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise invalid(f"messages is {shown(messages)}, limit a list of 1 to {MAX_MESSAGES}")
+        raise wrong_field("messages", f" is {shown(messages)}, limit a list of 1 to {MAX_MESSAGES}")
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise invalid(f"messages[{number}] is {shown(message)}, limit role and content")
+            raise wrong_field(
+                f"messages[{number}]", f" is {shown(message)}, limit role and content"
+            )
         if not all(isinstance(value, str) for value in message.values()):
-            raise invalid(f"messages[{number}] is {shown(message)}, limit strings")
+            raise wrong_field(f"messages[{number}]", f" is {shown(message)}, limit strings")
     sampling = common_pb2.SamplingParams()
     max_tokens, temperature = body.get("max_tokens"), body.get("temperature")
     if max_tokens is not None:
         if type(max_tokens) is not int or not 1 <= max_tokens < 1 << 31:
-            raise invalid(f"max_tokens is {shown(max_tokens)}, limit [1, 2147483647]")
+            raise wrong_field("max_tokens", f" is {shown(max_tokens)}, limit [1, 2147483647]")
         sampling.max_tokens = max_tokens
     if temperature is not None:
         if type(temperature) not in (int, float) or not 0 <= temperature <= 100:
-            raise invalid(f"temperature is {shown(temperature)}, limit [0, 100]")
+            raise wrong_field("temperature", f" is {shown(temperature)}, limit [0, 100]")
         sampling.temperature = temperature
     if not has_template:
         return generation_pb2.GenerateRequest(text=messages[-1]["content"], sampling=sampling)
@@ -90,7 +96,8 @@ class ChatRun:
             else:
                 await write("finish", {"at_s": at_s, **finish_of(response)})
 
-        await self._router.generate(self._request, deliver, None, headers=self._headers)
+        with _NAMES.used():
+            await self._router.generate(self._request, deliver, None, headers=self._headers)
 
 
 def finish_of(response: generation_pb2.GenerateResponse) -> dict[str, Any]:

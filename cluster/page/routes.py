@@ -43,7 +43,7 @@ def add_page(app: FastAPI, router: Router) -> None:
     headers = page_headers(html.decode())
     viewers: set[Request] = set()
 
-    @app.get("/", include_in_schema=False)
+    @app.get("/", response_class=Response, openapi_extra=texts("text/html"))
     async def page() -> Response:
         """The live page."""
         return Response(html, headers=headers, media_type="text/html")

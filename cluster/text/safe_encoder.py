@@ -133,7 +133,7 @@ class SafeEncoder:
         if self._unsafe is not None:
             text = self._break_up(text, self._unsafe)
         try:
-            with library_errors("the prompt cannot be tokenised"):
+            with library_errors("prompt: it cannot be tokenised"):
                 ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         except ValueError as error:
             raise invalid(str(error)) from error

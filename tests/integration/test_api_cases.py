@@ -361,7 +361,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "B19 a prompt id of 2^31 - 1": ({"prompt": [INT32_MAX]}, "token_ids[0]"),
     "B19 a stop id outside": ({"stop_token_ids": [3, VOCAB_SIZE]}, "sampling.stop_token_ids[1]"),
     "B19 a stop id below 0": ({"stop_token_ids": [-1]}, "sampling.stop_token_ids[0]"),
-    "B19 a biased id outside": ({"logit_bias": {VOCAB_SIZE: 1.0}}, "sampling.logit_bias[0]"),
+    "B19 a biased id outside": (
+        {"logit_bias": {VOCAB_SIZE: 1.0}},
+        f"sampling.logit_bias[{VOCAB_SIZE}]",
+    ),
     "B21 temperature NaN": ({"temperature": math.nan}, "sampling.temperature"),
     "B21 temperature inf": ({"temperature": math.inf}, "sampling.temperature"),
     "B21 temperature above 100": ({"temperature": 100.1}, "sampling.temperature"),
@@ -404,7 +407,8 @@ async def test_what_is_wrong_is_refused_by_name(
 ) -> None:
     outcome = await places["random"].ask(request("random", **{"prompt": "x", **fields}))
     assert outcome.code is grpc.StatusCode.INVALID_ARGUMENT, outcome.message
-    assert outcome.details.reason == "INVALID_FIELD"
+    reason = "CONTEXT_LENGTH_EXCEEDED" if named == "prompt" else "INVALID_FIELD"
+    assert outcome.details.reason == reason
     assert outcome.details.remedy
     assert outcome.details.violation is not None
     assert outcome.details.violation.field == named

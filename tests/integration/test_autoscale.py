@@ -111,6 +111,6 @@ def test_decode_grows_under_load_and_shrinks_after_it(tmp_path: Path) -> None:
 
         beyond = legato("scale", "decode=4", "--address", served.address)
         assert beyond.returncode == 1
-        assert "decode must be in 1..3 while it is autoscaled" in beyond.stderr
+        assert "limit [1, 3]: the decode pool is autoscaled" in beyond.stderr
         within = legato("scale", "decode=2", "--address", served.address)
         assert within.stdout.strip() == "target: prefill 1, decode 2", within.stderr

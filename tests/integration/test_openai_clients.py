@@ -276,7 +276,7 @@ async def test_the_routers_rules_reach_the_client_as_its_own_errors(
             ({"n": 129}, "n is 129"),
             ({"stop": [""]}, "stop[0] is empty"),
             ({"logit_bias": {"1": 101}}, "logit_bias[1] is 101"),
-            ({"logit_bias": {"999999": 1}}, "logit_bias[0] is 999999"),
+            ({"logit_bias": {"999999": 1}}, "logit_bias[999999] has token id 999999"),
             ({"prompt": [999999]}, "prompt[0] is 999999"),
             ({"prompt": ""}, "prompt is empty"),
             ({"prompt": "a" * 5000}, "prompt has 5000 tokens, limit 2047"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -96,3 +97,20 @@ def test_the_service_ends_by_the_clients_word_alone(served: Served, folder: Path
     result = legato("stop", "--address", served.address, *words)
     assert result.returncode == 0, result.stderr
     assert served.process.wait(30) == 0
+
+
+def test_a_load_is_measured_by_grpc_and_by_http(served: Served, folder: Path) -> None:
+    ca = ("--tls-ca", str(folder / "certs" / "ca.pem"), *pair(folder, "client"))
+    found = re.search(r"OpenAI-compatible HTTP at (\S+)", served.output)
+    assert found is not None, served.output
+    load = ("--concurrency", "2", "--num-requests", "12", "--input-tokens", "8..16",
+            "--output-tokens", "6", "--min-window", "0.001", "--json")  # fmt: skip
+    for where in (("--address", served.address), ("--url", found[1])):
+        ran = legato("bench", *where, *ca, *load)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        told = json.loads(ran.stdout)
+        assert (told["ok"], told["warmup"]["requests"]) == (12, 2)
+        assert told["verdict"]["given"]
+        assert told["prompts"]["tokens"]["mean"] == told["prompts"]["planned_mean"]
+        for name in ("queue_s", "prefill_model_s", "handoff_s", "delivery_s"):
+            assert told["server"][name]["p50"] >= 0, (where, name)

@@ -130,8 +130,10 @@ def test_every_code_that_is_raised_has_a_reason() -> None:
          "U+2603 at character 3", "characters that tokens can spell"),
         ("prompt of 9 tokens + max_tokens 2 needs 10, limit 8: the pool", "prompt",
          "of 9 tokens + max_tokens 2 needs 10", "8"),
-        ("drain_timeout_s is -1.0; it must be from 0 to 600", "drain_timeout_s", "-1.0",
-         "from 0 to 600"),
+        ("sampling.logit_bias[-1] has token id -1, limit [0, 9]", "sampling.logit_bias[-1]",
+         "token id -1", "[0, 9]"),
+        ("targets[0].target is 9, limit [0, 4]: the size of the prefill pool",
+         "targets[0].target", "9", "[0, 4]"),
     ],
 )  # fmt: skip
 def test_the_sentence_tells_field_value_and_limit(

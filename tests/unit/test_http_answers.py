@@ -311,6 +311,32 @@ async def test_openais_own_client() -> None:
         assert usage.completion_tokens == 5
 
 
+async def test_what_asks_for_nothing_is_taken() -> None:
+    answered = {"role": "assistant", "content": "yes", "tool_calls": [], "annotations": []}
+    nothing = {
+        "tools": [],
+        "tool_choice": "none",
+        "functions": [],
+        "function_call": "auto",
+        "modalities": ["text"],
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "chat_template_kwargs": {},
+        "add_generation_prompt": True,
+        "parallel_tool_calls": False,
+        "service_tier": "auto",
+        "safety_identifier": "somebody",
+    }
+    async with http_service() as service:
+        messages = [*MESSAGES, answered, *MESSAGES]
+        answer = await service.post(CHAT, **asked(2, messages=messages, **nothing))
+        assert answer.status_code == 200, answer.text
+        answer = await service.post(TEXT, **asked(2, prompt="hello", suffix=""))
+        assert answer.status_code == 200, answer.text
+
+
 async def test_an_answers_own_words_may_be_sent_back() -> None:
     async with http_service() as service:
         chat = await service.openai.chat.completions.create(messages=MESSAGES, **asked(5))  # type: ignore[call-overload]  # dicts
@@ -331,3 +357,17 @@ async def test_a_response_format_is_a_guide(path: str) -> None:
         guides = [call.sampling.guide for call in service.service.prefills[0].prefills]
     assert json.loads(guides[0].json_schema) == schema
     assert guides[1].json_object
+
+
+async def test_echoes_of_one_request_are_bounded_together() -> None:
+    decode = FakeWorker("decode", total_blocks=40_000)
+    async with http_service(FakeWorker("prefill", total_blocks=40_000), decode) as service:
+        fields = asked(1, prompt=["x" * 17_000] * 2, n=2, echo=True)
+        response = await service.post(TEXT, **fields)
+        assert response.status_code == 200
+        status, error = await service.refused(TEXT, **(fields | {"n": 127}))
+        assert (status, error["param"]) == (400, "n")
+        assert (
+            "which with echo makes 4318000 tokens and logprobs of prompts, limit 4194304"
+            in (error["message"])
+        )

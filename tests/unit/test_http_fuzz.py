@@ -12,7 +12,7 @@ from text_service import TextService
 
 from legato.cluster.config import RouterOptions
 from legato.cluster.errors import RequestError
-from legato.cluster.http.shared_fields import read_fields
+from legato.cluster.http.field_reading import read_fields
 
 if TYPE_CHECKING:
     from pathlib import Path

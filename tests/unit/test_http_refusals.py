@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +16,10 @@ from http_service import CHAT, MODEL, TEXT, asked, http_service
 
 from legato.cluster.errors import RequestError, unavailable
 from legato.cluster.gateway import MAX_REQUEST_BYTES
+from legato.cluster.http.completion_fields import CompletionFields
 from legato.cluster.http.error_response import error_object, error_response
+from legato.cluster.http.field_names import FieldNames
+from legato.cluster.http.field_reading import read_fields
 
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hello"}]
@@ -25,6 +30,9 @@ USER = [{"role": "user", "content": "hello"}]
     [
         ({"foo": 1}, "foo", "foo is no field of this request"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
+        ({"guided_json": {}}, "guided_json", "did you mean response_format?"),
+        ({"stop_sequences": ["a"]}, "stop_sequences", "did you mean stop?"),
+        ({"max_output_tokens": 1}, "max_output_tokens", "did you mean max_tokens?"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot', limit a number"),
         ({"temperature": True}, "temperature", "temperature is True"),
         ({"n": 1.5}, "n", "n is 1.5"),
@@ -98,6 +106,8 @@ async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, senten
         (TEXT, {"prompt": [2**31]}, "prompt[0] is 2147483648"),
         (TEXT, {"prompt": [[[1]]]}, "prompt[0][0] is [1]"),
         (TEXT, {"prompt": ["a"] * 257}, "prompt has 257 prompts, limit 256"),
+        (TEXT, {"prompt": ["a"] * 3, "n": 86}, "n is 86, limit 85: prompt has 3, and a request"),
+        (TEXT, {"prompt": [[1]] * 256, "n": 128}, "n is 128, limit 1: prompt has 256, and"),
         (TEXT, {"prompt": "a", "logprobs": True}, "logprobs is True"),
         (CHAT, {}, "messages is not set"),
         (CHAT, {"messages": []}, "messages"),
@@ -118,6 +128,17 @@ async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, senten
         (CHAT, {"messages": [{**USER[0], "tool_calls": [1]}]}, "messages[0].tool_calls is [1]"),
         (CHAT, {"messages": [{**USER[0], "colour": 1}]}, "messages[0].colour is no field"),
         (CHAT, {"messages": USER, "tools": [{}]}, "tools is not served"),
+        (CHAT, {"messages": USER, "tools": [{}], "tool_choice": "auto"}, "tools is not served"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice is not served"),
+        (CHAT, {"messages": USER, "use_beam_search": True}, "use_beam_search is not served"),
+        (TEXT, {"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens is not served"),
+        (
+            TEXT,
+            {"prompt": "a", "include_stop_str_in_output": True},
+            "include_stop_str_in_output is not served",
+        ),
+        (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities is not served"),
+        (CHAT, {"messages": [{**USER[0], "annotations": [{}]}]}, "messages[0].annotations is [{}]"),
         (CHAT, {"messages": USER, "echo": True}, "echo is no field"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs is 2, limit requests with"),
     ],
@@ -129,11 +150,19 @@ async def test_a_wrong_prompt_is_named(path: str, fields: dict[str, Any], senten
     assert sentence in error["message"], error
 
 
+@pytest.mark.parametrize("name", ["allowed_token_ids", "input", "instructions"])
+def test_a_field_that_does_another_thing_is_not_proposed(name: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        read_fields({"prompt": "a", name: [1]}, CompletionFields)
+    assert raised.value.message == f"{name} is no field of this request"
+
+
 async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
     async with http_service() as service:
         # The fake text side checks one thing: see fake_parse.
         status, error = await service.refused(TEXT, **asked(5000, prompt="hello"))
         assert (status, error["code"]) == (400, "invalid_field")
+    names = FieldNames("prompt")
     named = {
         "sampling.top_k is -1, limit [0, 9] (0 is off)": ("top_k is -1, limit", "top_k"),
         "text is empty, limit at least 1 token": ("prompt is empty", "prompt"),
@@ -143,7 +172,9 @@ async def test_the_routers_own_rules_speak_of_the_same_fields() -> None:
         "The model gave up": ("The model gave up", None),
     }
     for message, (beginning, param) in named.items():
-        told = error_object(RequestError(grpc.StatusCode.INVALID_ARGUMENT, message))["error"]
+        with pytest.raises(RequestError) as raised, names.used():
+            raise RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
+        told = error_object(raised.value)["error"]
         assert str(told["message"]).startswith(beginning)
         assert told["param"] == param
 
@@ -310,3 +341,38 @@ async def test_headers_have_limits_too() -> None:
             )
             assert response.status_code == 400
             assert response.json()["error"]["message"].startswith(f"{name} is {value[:5]!r}"[:-1])
+
+
+async def test_a_slash_more_is_another_path() -> None:
+    async with http_service() as service:
+        for path in (f"{TEXT}/", f"{CHAT}/", "/health/", "/metrics/"):
+            response = await service.http.get(path, follow_redirects=False)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
+            response = await service.http.post(path, json={}, follow_redirects=False)
+            assert response.status_code == 404
+        response = await service.http.get("/v1/models/")
+        assert (response.status_code, response.json()["error"]["param"]) == (404, "model")
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
+async def test_what_is_no_http_is_told_so_in_json(sent: bytes) -> None:
+    async with http_service() as service:
+        host, port = service.service.router.http_address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent + b"\r\n\r\n")
+        told = await asyncio.wait_for(reader.read(), 5)  # to the connection's end
+        writer.close()
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert (error["code"], error["param"]) == ("malformed_request", None)
+
+
+async def test_the_page_of_the_manual_has_the_routes_that_there_are() -> None:
+    table = (Path(__file__).parents[2] / "docs/http.md").read_text().split("## Routes")[1]
+    documented = set(re.findall(r"`((?:GET|POST) /[^`]*)`", table.split("\n\n")[1]))
+    async with http_service() as service:
+        paths = (await service.http.get("/openapi.json")).json()["paths"]
+    served = {f"{method.upper()} {path}" for path, item in paths.items() for method in item}
+    assert documented == served | {"GET /openapi.json"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -14,15 +14,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router_service import FakeControl, Service, ask, collect, expected, fake_router, until
 
+from legato.cluster.actors.plans import RouterPlan
 from legato.cluster.client import Client
 from legato.cluster.config import RouterOptions
 from legato.cluster.gateway import CLUSTER, GENERATION, MAX_REQUEST_BYTES
 from legato.cluster.request import parse_request
 from legato.cluster.role_change import RoleChangeRefusedError, UnknownWorkerError
 from legato.protos import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2
+from legato.protos.status_details import Violation, read_details
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+RANGE = "[0, 1024]"
+ROLE_NUMBERS = "one of 1 (prefill), 2 (decode), 3 (colocated)"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -154,13 +161,13 @@ async def test_status_answers_though_the_controller_does_not(
 @pytest.mark.parametrize(
     ("targets", "sentence"),
     [
-        ([], "targets is empty"),
+        ([], "targets has 0 entries, limit [1, 3]"),
         ([(1, -1)], "targets[0].target is -1"),
-        ([(1, 1025)], "from 0 to 1024"),
+        ([(1, 1025)], "limit [0, 1024]"),
         ([(0, 1)], "targets[0].role is 0"),
         ([(7, 1)], "targets[0].role is 7"),
         ([(1, None)], "targets[0].target is not set"),
-        ([(2, 1), (2, 2)], "targets[1].role is decode again"),
+        ([(2, 1), (2, 2)], "targets[1].role is 2 again"),
     ],
 )
 async def test_scaling_checks_its_numbers(
@@ -211,7 +218,9 @@ async def test_a_change_of_role_reaches_the_controller(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ChangeRole(cluster_pb2.ChangeRoleRequest(worker_id="prefill-1"))
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "role is 0; it must be prefill (1) or decode (2)" in (raised.value.details() or "")
+        assert "role is 0, limit one of 1 (prefill), 2 (decode), 3 (coloc" in (
+            raised.value.details() or ""
+        )
         service.control.refusal = refusal
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.ChangeRole(request)
@@ -247,6 +256,42 @@ async def test_a_nodes_drain_reaches_the_controller() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.DrainNode(request)
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        service.control.refusal = UnknownWorkerError("no node has that name; there are 10.0.0.7")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.DrainNode(request)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        details = read_details(tuple(raised.value.trailing_metadata() or ()))
+        assert details.reason == "UNKNOWN_NODE"
+        assert "addresses that the message names" in details.remedy
+
+
+def pool_target(**fields: int) -> cluster_pb2.ScalePoolRequest:
+    return cluster_pb2.ScalePoolRequest(targets=[cluster_pb2.PoolTarget(**fields)])
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "violation"),
+    [
+        ("ScalePool", cluster_pb2.ScalePoolRequest(), ("targets", "0 entries", "[1, 3]")),
+        ("ScalePool", pool_target(role=DECODE, target=-1), ("targets[0].target", "-1", RANGE)),
+        ("ScalePool", pool_target(role=DECODE, target=1025), ("targets[0].target", "1025", RANGE)),
+        ("ScalePool", pool_target(role=DECODE), ("targets[0].target", "not set", RANGE)),
+        ("ScalePool", pool_target(target=1), ("targets[0].role", "0", ROLE_NUMBERS)),
+        ("ChangeRole", cluster_pb2.ChangeRoleRequest(role=9), ("role", "9", ROLE_NUMBERS)),
+        ("Shutdown", cluster_pb2.ShutdownRequest(drain_timeout_s=-1),
+         ("drain_timeout_s", "-1", "[0, 600]")),
+        ("DrainNode", cluster_pb2.DrainNodeRequest(node="x" * 300), ("node", "300 chars", "256")),
+    ],
+)  # fmt: skip
+async def test_a_wrong_order_is_told_by_field_value_and_limit(
+    method: str, request_: Message, violation: tuple[str, str, str]
+) -> None:
+    async with Service(*pair()) as service, grpc.aio.insecure_channel(service.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request_)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = read_details(tuple(raised.value.trailing_metadata() or ()))
+    assert details.violation == Violation(*violation)
 
 
 async def test_the_blocking_client_does_the_same() -> None:
@@ -402,3 +447,50 @@ async def test_a_drain_is_bounded() -> None:
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in (raised.value.details() or "")
         await service.settle()
+
+
+async def test_of_two_drains_the_newest_counts_and_both_tell_the_same() -> None:
+    prefills, decodes = pair(step_s=0.05)
+    async with Service(prefills, decodes, worker_silence_s=60) as service:
+        reading = asyncio.create_task(collect(service, ask("hello", 150)))
+        await until(lambda: decodes[0].num_tokens_sent > 2)
+        first = asyncio.create_task(service.router.drain(0.3))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(service.router.drain(60.0))
+        await asyncio.sleep(0.6)
+        assert not first.done()
+        left_s = service.router.drain_left_s
+        assert left_s is not None
+        assert 50.0 < left_s < 60.0
+        assert await asyncio.wait_for(service.router.drain(0.0), 3) == 1
+        assert (await first, await second) == (1, 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+            await reading
+
+
+async def test_who_waits_for_the_end_is_told_what_it_cost() -> None:
+    prefills, decodes = pair()
+    async with (
+        Service(prefills, decodes) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        asked = cluster_pb2.ShutdownRequest(drain_timeout_s=3.0, wait=True)
+        waiting = asyncio.ensure_future(stub.Shutdown(asked, timeout=10))
+        await until(lambda: service.control.shutdowns == [3.0])
+        assert not waiting.done()
+        service.router.tell_end(5)
+        assert (await waiting).num_cut == 5
+
+
+async def test_a_router_that_was_started_again_tells_the_services_age() -> None:
+    plan = RouterPlan(RouterOptions(), 1, "m", "m", "0", 1, "here", time.monotonic() - 500.0)
+    router = fake_router(RouterOptions(port=0), FakeControl(), plan.started_at)
+    address = await router.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = cluster_pb2_grpc.ClusterStub(channel)
+            status = await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)
+        assert 500.0 <= status.uptime_s < 530.0
+    finally:
+        await router.stop()

@@ -84,8 +84,8 @@ async def test_status_has_what_the_controller_says_of_the_autoscaler() -> None:
 
 async def test_a_size_that_the_controller_refuses_is_the_callers_fault() -> None:
     async with Service([FakeWorker("prefill")], [FakeWorker("decode")]) as service:
-        service.control.scale_refusal = "decode must be in 1..3 while it is autoscaled, got 4"
+        service.control.scale_refusal = "decode is 4, limit [1, 3]: it is autoscaled"
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await service.client.scale({"decode": 4})
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "decode must be in 1..3" in (raised.value.details() or "")
+        assert raised.value.details() == "targets[0].target is 4, limit [1, 3]: it is autoscaled"
