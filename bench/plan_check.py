@@ -123,7 +123,7 @@ async def check(
             samples = await run_load(
                 workload, [address], NOTHING_SHOWN, timeout_s=_TIMEOUT_S, num_warmup=2
             )
-            measured: dict[str, Any] = report(samples, Slo(), workload.concurrency)
+            measured: dict[str, Any] = report(samples, Slo())
             result = _described(workload)
             result |= {"requests": measured["requests"], "failed": measured["failed"], **ways}
             result["measured"] = {
