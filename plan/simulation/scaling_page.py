@@ -40,7 +40,8 @@ measured where this page was written, on {machine}, beside other work. *Router c
 simulation routers take no time.
 
 Nothing in the pools gets worse with their number: latencies stay, and a larger pool has a free
-worker more often. What grows is the work of routers.
+worker more often. (p99 of TTFT jumps between the times of the longest prompts that are drawn.)
+What grows is the work of routers.
 """
 _ROUTED_NOTE = """
 **That is what several routers cost**: they do not know what the others have given out since the
