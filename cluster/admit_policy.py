@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from legato.cluster.policies import BATCH_AGEING_S
+from legato.cluster.spoken_time import spoken_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,21 +111,29 @@ def admit(own: Applicant, queue: QueueSnapshot, limits: QueueLimits, pace: Pace)
     refusal = check_bounds(own, ahead, limits, pace)
     if refusal is not None:
         return refusal
-    wait_s = estimate_wait_s(own, ahead, pace)
+    if (refusal := too_short(own, ahead, pace)) is not None:
+        return refusal
+    margin = 1.0
+    if ahead.requests:
+        margin = BATCH_MARGIN if own.batch else ARRIVAL_MARGIN
+    return _check_deadline(own, estimate_wait_s(own, ahead, pace), margin, margin, pace)
+
+
+def too_short(own: Applicant, ahead: Work, pace: Pace) -> Refusal | None:
+    """Of `admit`, where it is the deadline that is wrong: also one that may start at once is not
+    to be begun.
+    """
     service_s = estimate_service_s(own, pace)
     # Where others wait, or did of late, the pace is a full service's: later there may be time.
     is_full = bool(ahead.requests) or pace.drain_tokens_s is not None
     if not is_full and service_s > own.left_s:
         return Refusal(
-            f"{own.deadline} is too short for what is asked: {own.left_s:.3g} s are given, and "
-            f"about {service_s:.3g} s are needed, with nobody waiting before it",
+            f"{own.deadline} is too short for what is asked: {spoken_time(own.left_s)} are given, "
+            f"and about {spoken_time(service_s)} are needed, with nobody waiting before it",
             None,
             too_late=True,
         )
-    margin = 1.0
-    if ahead.requests:
-        margin = BATCH_MARGIN if own.batch else ARRIVAL_MARGIN
-    return _check_deadline(own, wait_s, margin, margin, pace)
+    return None
 
 
 def check_bounds(own: Applicant, ahead: Work, limits: QueueLimits, pace: Pace) -> Refusal | None:
@@ -204,8 +213,8 @@ def _check_deadline(
     if over_s <= 0.0:
         return None
     return Refusal(
-        f"{own.deadline} cannot be met: {own.left_s:.3g} s are left, and about "
-        f"{wait_s + service_s:.3g} s are needed, {wait_s:.3g} s of them in the queue",
+        f"{own.deadline} cannot be met: {spoken_time(own.left_s)} are left, and about "
+        f"{spoken_time(wait_s + service_s)} are needed, {spoken_time(wait_s)} of them in the queue",
         _retry_s(over_s),
         too_late=True,
     )

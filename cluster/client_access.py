@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,22 +31,45 @@ class ClientTls:
     server_name: str | None = None  # in the service's certificate, where the address is another
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ValueError naming the file that is missing."""
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("a client's TLS certificate and its key go together")
+        """Raises ValueError naming the file that is missing or wrong, or the key of another."""
+        self.ssl_context()  # gRPC takes anything, and then no connection comes about
         ca, key, cert = map(_read, (self.ca_file, self.key_file, self.cert_file))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def ssl_context(self) -> ssl.SSLContext:
         """For HTTP; ValueError as `credentials`."""
-        self.credentials()
-        context = ssl.create_default_context(cafile=self.ca_file)
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("a client's TLS certificate and its key go together")
+        for path in (self.ca_file, self.cert_file, self.key_file):
+            _read(path)
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"TLS CA {self.ca_file!r} holds no certificate in PEM form{_holds(self.ca_file)}"
+            ) from error
         if self.cert_file is not None:
-            try:
-                context.load_cert_chain(self.cert_file, self.key_file)
-            except ssl.SSLError as error:
-                raise ValueError(f"TLS certificate {self.cert_file!r}: {error}") from error
+            self._load_own(context)
         return context
+
+    def _load_own(self, context: ssl.SSLContext) -> None:
+        assert self.cert_file is not None, "asked where there is one"
+        try:
+            # Without a password it would ask the terminal for one.
+            context.load_cert_chain(self.cert_file, self.key_file, password="")
+        except (ssl.SSLError, ValueError) as error:
+            both = f"TLS certificate {self.cert_file!r} and key {self.key_file!r}"
+            if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+                raise ValueError(f"{both} do not fit each other") from error
+            for path, word in ((self.cert_file, b"CERTIFICATE"), (self.key_file, b"PRIVATE KEY")):
+                if not _has_pem(path, word):
+                    raise ValueError(
+                        f"TLS file {path!r} holds no {word.decode().lower()} in PEM form"
+                        f"{_holds(path)}"
+                    ) from error
+            raise ValueError(
+                f"{both} do not fit each other, or are no PEM without a password: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,10 @@ class ClientAccess:
         """
         token = given.get("LEGATO_TOKEN") or None
         if token is None and (path := given.get("LEGATO_TOKEN_FILE")):
-            token = read_token(path)
+            try:
+                token = read_token(path)
+            except ValueError as error:
+                raise ValueError(f"LEGATO_TOKEN_FILE: {error}") from None
         names = ("CA", "CERT", "KEY", "SERVER_NAME")
         files = [given.get(f"LEGATO_CLIENT_TLS_{name}") or None for name in names]
         wants_tls = any(files) or given.get("LEGATO_CLIENT_TLS") == "1"
@@ -171,6 +198,18 @@ def is_loopback(target: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _has_pem(path: str | None, word: bytes) -> bool:
+    """`word`: the end of what stands between BEGIN and the dashes."""
+    return re.search(rb"-----BEGIN [A-Z ]*" + word + rb"-----", _read(path) or b"") is not None
+
+
+def _holds(path: str | None) -> str:
+    """What it has in the place of what was looked for, where that can be said."""
+    if _has_pem(path, b"PRIVATE KEY"):
+        return ", but a private key"
+    return ", but a certificate" if _has_pem(path, b"CERTIFICATE") else ""
 
 
 def _read(path: str | None) -> bytes | None:

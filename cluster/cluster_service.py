@@ -70,6 +70,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 moved=counters.moved,
                 moved_with_kv=counters.moved_with_kv,
                 http_port=int(router.http_address.rpartition(":")[2] or 0),
+                drain_left_s=router.drain_left_s,
             ),
             owner_pid=router.owner_pid,
             owner_host=router.owner_host,
@@ -147,7 +148,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         if not math.isfinite(drain_s) or not 0 <= drain_s <= MAX_DRAIN_S:
             raise invalid(f"drain_timeout_s is {drain_s:g}, limit [0, {MAX_DRAIN_S:g}]")
         await _asked(self._router.control.shutdown(drain_s))
-        return cluster_pb2.ShutdownResponse()
+        if not request.wait:
+            return cluster_pb2.ShutdownResponse()
+        return cluster_pb2.ShutdownResponse(num_cut=await self._router.end_told())
 
     async def _pools(self) -> list[cluster_pb2.PoolStatus]:
         """The controller's pools with the loads that the router sees."""

@@ -65,10 +65,13 @@ class Controller:
         self._held = ""  # why nothing can be started
         self._num_started = dict.fromkeys(ROLES, 0)
         self._remembered: ControllerMemory | None = None
+        self._num_gone = dict.fromkeys(ROLES, 0)  # lost, and no other is ready in their places
         self._news: deque[str] = deque(maxlen=MAX_NEWS)
 
     def take_news(self) -> list[str]:
-        """Which workers that served were lost since the last call, in sentences."""
+        """Which workers that served were lost since the last call, and which are ready in their
+        places, in sentences.
+        """
         news = list(self._news)
         self._news.clear()
         return news
@@ -108,6 +111,10 @@ class Controller:
         self._remember_changes()
         for pool in self._pools.values():
             pool.forgive(now_s, self._options)
+            ready = pool.in_state(WorkerState.READY)
+            for worker in ready:
+                if worker.leaves and (not pool.target or any(not w.leaves for w in ready)):
+                    self._drain(worker, now_s)
             for worker in pool.in_state(WorkerState.STARTING):
                 if self._launcher.lacks_room(worker.name):
                     worker.since_s = now_s
@@ -133,7 +140,7 @@ class Controller:
         for role, size in sizes.items():
             pool = self._pools[role]
             if size != pool.target or pool.num_lost:
-                pool.target, pool.num_lost = size, 0
+                pool.target, pool.num_lost, self._num_gone[role] = size, 0, 0
                 pool.note_success()  # the operator asks anew: try at once
         self.step(now_s)
         return self._targets()
@@ -160,17 +167,20 @@ class Controller:
         return RoleChange(worker.known_id, self._targets())
 
     def drain_worker(self, worker_id: str, now_s: float) -> str:
-        """The worker drains and goes; another is started in its place at once. Its id in full.
+        """The worker drains and goes; another is started in its place at once. Its id in full. The
+        last ready one of its pool serves until the other is ready.
 
         Raises:
             UnknownWorkerError: nobody's id is, or begins with, `worker_id`.
             RoleChangeRefusedError: it is not ready.
             ValueError: the id is empty or begins several.
         """
-        _, worker = find_worker(self._pools.values(), worker_id)
+        pool, worker = find_worker(self._pools.values(), worker_id)
         check_ready(worker, "can be drained")
         log.info("worker %s (%s) is drained by hand", worker.name, worker.known_id)
-        self._drain(worker, now_s)
+        worker.leaves = True
+        if any(not w.leaves for w in pool.in_state(WorkerState.READY)):
+            self._drain(worker, now_s)
         self.step(now_s)
         return worker.known_id
 
@@ -208,6 +218,11 @@ class Controller:
         worker.endpoint = WorkerEndpoint(started.worker_id, worker.role, started.address)
         worker.pid, worker.host = started.pid, started.host
         log.info("worker %s (%s) is ready", worker.name, worker.known_id)
+        if self._num_gone[pool.role]:
+            self._num_gone[pool.role] -= 1
+            self._news.append(
+                f"{pool.role} worker {worker.known_id} is ready in the place of a lost one"
+            )
         self.step(now_s)
 
     def on_leaving(self, name: str, now_s: float) -> None:
@@ -366,6 +381,7 @@ class Controller:
         log.log(level, "worker %s (%s) ended: %s", worker.name, worker.known_id, reason)
         if worker.state is WorkerState.READY and not self._closed:
             self._news.append(f"{pool.role} worker {worker.known_id} is lost: {reason}")
+            self._num_gone[pool.role] += 1
         pool.note_end(worker, reason, now_s, self._options, failed=failed, permanent=permanent)
         pool.remove(worker, now_s)
         self._publish_changes()  # before the kill: nothing new may go there

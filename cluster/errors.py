@@ -55,3 +55,7 @@ def unavailable(message: str, reason: Reason = Reason.NOT_SERVED_NOW) -> Request
 
 class ServiceError(Exception):
     """Why a service could not start or go on: one sentence for the person who typed the command."""
+
+
+class WrongInputError(ServiceError):
+    """What that person gave is wrong: an option's value, a variable, a file or a line of one."""

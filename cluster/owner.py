@@ -40,6 +40,8 @@ JOIN_TIMEOUT_S = 25.0  # Ray's own bound, where there is one, is some minutes
 CLOSE_TIMEOUT_S = 15.0  # then this process ends at once, and the janitor ends the rest
 ASK_S = 5.0  # for one answer of the controller's, during the start
 DRAIN_S = 10.0  # for running requests, on Ctrl-C and SIGTERM
+# What a drain, and the workers' end, may take beyond their own time; and where haste was asked for.
+END_SLACK_S, HASTE_S = 5.0, 2.0
 
 
 class Progress(Protocol):
@@ -86,7 +88,7 @@ class Owner:
             self._check_own()
         prepare_environment(own_ray=ray_address is None)
         # Late, and only here: it takes a moment, and `legato --help` must not wait for it.
-        from legato.cluster.actors.kv_room import check_kv_memory
+        from legato.cluster.actors.kv_room import check_room, own_memory
         from legato.cluster.actors.model_path import resolve_model_path
         from legato.cluster.actors.plans import RouterPlan, WorkerPlan
         from legato.cluster.actors.service import RayService
@@ -99,13 +101,14 @@ class Owner:
                 ),
             )
             sizes = config.pool_sizes
-            check_kv_memory(
+            check_room(
                 model_path,
                 [
                     config.decode_engine() if role == "decode" else config.engine
                     for role in sizes
                     if sizes[role]
                 ],
+                most_bytes=own_memory() if ray_address is None else None,
             )
         except (ValueError, OSError) as error:
             raise ServiceError(str(error)) from error
@@ -119,7 +122,10 @@ class Owner:
             cores = len(os.sched_getaffinity(0))
             num_actors = config.num_workers + 1 + config.num_routers
             facts = service.start_own(
-                self._temp.ray_folder, cores if config.asks_cpus else num_actors
+                self._temp.ray_folder,
+                cores if config.asks_cpus else num_actors,
+                deadline_s - time.monotonic(),
+                lambda: self._progress.stage("Ray did not start in time; tried once more"),
             )
             self._progress.stage("Ray started")
         else:
@@ -160,6 +166,7 @@ class Owner:
                 version=legato_version(),
                 owner_pid=os.getpid(),
                 owner_host=socket.gethostname(),
+                started_at=time.monotonic(),
             ),
             config.pool_sizes,
             ControllerOptions(
@@ -212,7 +219,8 @@ class Owner:
         return self._stop.count > 0
 
     def end(self, drain_timeout_s: float | None, because: str = "") -> None:
-        """Drains, then ends every process; None or a (further) signal: without delay.
+        """Drains, then ends every process. None: without a drain. A further signal cuts what runs,
+        whose clients are told; one more does not wait for that either.
 
         `because` is what went wrong, if anything did: said here where this process must be cut
         off, since nobody comes to say it then.
@@ -221,15 +229,10 @@ class Owner:
         try:
             if service is not None and drain_timeout_s is not None:
                 self._progress.state("ending: running requests may finish (Ctrl-C: at once)")
-                draining = service.begin_drain(drain_timeout_s)
-                self._await(service, draining, drain_timeout_s, signals)
-                if num_cut := service.num_cut(draining):
-                    requests = "request was" if num_cut == 1 else "requests were"
-                    self._progress.stage(
-                        f"{num_cut} running {requests} cut after {drain_timeout_s:g} s"
-                    )
+                num_cut = self._drain(service, drain_timeout_s)
                 self._progress.state("ending: stopping workers")
-                self._await(service, service.begin_stop(), 0.0, signals)
+                bound_s = END_SLACK_S if self._stop.count == signals else HASTE_S
+                self._await(service, service.begin_stop(num_cut), bound_s)
         finally:
             if service is not None:
                 # Ray waits for its own parts, and one that hangs is waited for without end.
@@ -251,12 +254,38 @@ class Owner:
             self._progress.stage("ended")
         os._exit(1 if because else 0)
 
-    def _await(
-        self, service: RayService, calls: list[object], bound_s: float, signals: int
-    ) -> None:
-        deadline_s = time.monotonic() + bound_s + 5
-        while self._stop.count == signals and time.monotonic() < deadline_s:
+    def _drain(self, service: RayService, drain_s: float) -> int:
+        """Until running requests have ended or were cut; says and returns how many were.
+
+        Who asks for the end meanwhile gives them another time; a signal takes it from them.
+        """
+        signals, is_hurried, when = self._stop.count, False, f"after {drain_s:g} s"
+        calls = service.begin_drain(drain_s)
+        deadline_s = time.monotonic() + drain_s + END_SLACK_S
+        while time.monotonic() < deadline_s and self._stop.count <= signals + is_hurried:
             service.tend()  # the controller, too, must know that we live
+            if service.done(calls, POLL_S):
+                break
+            asked_s = service.end_asked()
+            if self._stop.count > signals and not is_hurried:
+                is_hurried, when = True, "at once"
+                calls = service.begin_drain(0.0)
+                deadline_s = time.monotonic() + HASTE_S
+            elif asked_s is not None and not is_hurried:
+                when = f"after {asked_s:g} s"
+                calls = service.begin_drain(asked_s)
+                deadline_s = time.monotonic() + asked_s + END_SLACK_S
+        num_cut = service.num_cut(calls)
+        if num_cut:
+            requests = "request was" if num_cut == 1 else "requests were"
+            self._progress.stage(f"{num_cut} running {requests} cut {when}")
+        return num_cut
+
+    def _await(self, service: RayService, calls: list[object], bound_s: float) -> None:
+        """Or until a further signal."""
+        deadline_s, signals = time.monotonic() + bound_s, self._stop.count
+        while self._stop.count == signals and time.monotonic() < deadline_s:
+            service.tend()
             if service.done(calls, POLL_S):
                 return
 

@@ -138,9 +138,7 @@ class Knowledge:
 NOTHING_KNOWN = Knowledge()
 
 
-def takes_prompt(
-    demand: Demand, worker: WorkerSnapshot, known: Knowledge = NOTHING_KNOWN
-) -> bool:
+def takes_prompt(demand: Demand, worker: WorkerSnapshot, known: Knowledge = NOTHING_KNOWN) -> bool:
     """Whether a prefill worker has room, as `pick_prefill` has it."""
     return worker.can_hold_now(demand) and (
         worker.backlog_tokens == 0

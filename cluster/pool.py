@@ -73,6 +73,7 @@ class WorkerRecord:
     pid: int = 0
     host: str = ""
     becomes: Role | None = None  # once it has drained
+    leaves: bool = False  # it is to drain as soon as another is ready in its place
     predecessor: str = ""  # its id in another role
 
     @property
@@ -218,6 +219,8 @@ def decide(
 
     `num_arriving`: workers that drain elsewhere to come here. None is started in their place.
 
+    One that leaves counts as gone: another is started, and the controller drains it then.
+
     Late starts and late drains are killed. Missing workers are started, so many at a time, unless
     starts are held back. Surplus is taken from those that start (newest first: they hold no
     stream), then from the ready ones (newest first), which drain.
@@ -237,7 +240,7 @@ def decide(
         if now_s - w.since_s > drain_bound_s
     ]
     on_time = [w for w in starting if w not in late]
-    ready = pool.in_state(WorkerState.READY)
+    ready = [w for w in pool.in_state(WorkerState.READY) if not w.leaves]
     surplus = len(on_time) + len(ready) - target
     if surplus > 0:
         superfluous = on_time[::-1][:surplus]
@@ -268,6 +271,8 @@ def describe(
         parts.append(f"{starting} starting")
     if draining:
         parts.append(f"{draining} draining")
+    if any(worker.leaves for worker in pool.in_state(WorkerState.READY)):
+        parts.append("1 is drained once another is ready")
     if num_arriving:
         parts.append(f"{num_arriving} coming from another pool")
     parts += sorted(set(waiting))

@@ -17,6 +17,7 @@ from legato.cluster.answer_life import AnswerLife
 from legato.cluster.counters import Counters
 from legato.cluster.credentials import Credentials
 from legato.cluster.deadline import Deadline
+from legato.cluster.drain_clock import DrainClock
 from legato.cluster.error_reasons import Reason
 from legato.cluster.errors import ClientGoneError, RequestError, unavailable
 from legato.cluster.gateway import Gateway
@@ -37,6 +38,7 @@ from legato.cluster.request import parse_request
 from legato.cluster.request_life import RequestLife, live
 from legato.cluster.request_log import RequestLog
 from legato.cluster.resumption import check_model
+from legato.cluster.spoken_time import spoken_time
 from legato.cluster.text.answer_text import AnswerText
 from legato.cluster.timings import PhaseClock
 from legato.cluster.unread_demand import unread_demand
@@ -67,7 +69,8 @@ class Router:
     """One service's data plane. All of it runs on one event loop; only reading has threads.
 
     `parse` and `new_answer` are the text side: a GenerateRequest to a RequestSpec, and a source
-    of text for one answer.
+    of text for one answer. `started_at`: when the service began, on this machine's monotonic
+    clock; None: with this router.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Router:
         version: str,
         owner_pid: int,
         owner_host: str,
+        started_at: float | None = None,
         parse: Parse = parse_request,
         new_answer: NewAnswer = AnswerText,
     ) -> None:
@@ -92,7 +96,7 @@ class Router:
         self.owner_host = owner_host
         self.credentials = None if options.token_file is None else Credentials(options.token_file)
         self.counters = Counters()
-        self.started_at = time.monotonic()
+        self.started_at = time.monotonic() if started_at is None else started_at
         self._log = RequestLog(options.request_log)
         self.meters = Meters()
         self.pool_poll = PoolPoll(control, is_autoscaled=options.reports_load)
@@ -120,10 +124,15 @@ class Router:
             refusal=self.admission.refusal,
         )
         self._in_flight = InFlight()
+        self._turn = asyncio.Lock()  # of those that have been read, to be taken into the queue
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._drain_clock = DrainClock()
+        self._drained: asyncio.Task[int] | None = None
+        self._end_told: asyncio.Event = asyncio.Event()
+        self._num_cut = 0  # on all routers, once that is told
         self._gateway = Gateway(self)
         self._http: HttpServer | None = None
         self.grpc_port = 0  # once it is bound
@@ -189,20 +198,46 @@ class Router:
         self.pool.set_workers(workers)
 
     async def drain(self, timeout_s: float) -> int:
-        """No new requests; running ones get `timeout_s`, then end UNAVAILABLE: how many did."""
+        """No new requests; running ones get `timeout_s`, then end UNAVAILABLE: how many did.
+
+        Called again meanwhile, the newest time counts, and all calls return the same.
+        """
         self._draining = True
         self._gateway.show_health(ready=False)
-        await self._wait_idle(timeout_s)
+        self._drain_clock.give(timeout_s)
+        if self._drained is None:
+            self._drained = asyncio.create_task(self._drain())
+        return await asyncio.shield(self._drained)
+
+    async def _drain(self) -> int:
+        await self._drain_clock.over(self._idle)
         num_cut = len(self._running)
         for bound in tuple(self._running):
             if not bound.expired():
                 bound.reschedule(asyncio.get_running_loop().time())
-        await self._wait_idle(CUT_SHORT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), CUT_SHORT_S)
         return num_cut
+
+    @property
+    def drain_left_s(self) -> float | None:
+        """What running requests still have of a drain; None: there is none."""
+        return self._drain_clock.left_s
+
+    def tell_end(self, num_cut: int) -> None:
+        """The drain is over on all routers, and so many requests were cut."""
+        if not self._end_told.is_set():
+            self._num_cut = num_cut
+            self._end_told.set()
+
+    async def end_told(self) -> int:
+        """Returns when `tell_end` was called, or the router stops: how many requests were cut."""
+        await self._end_told.wait()
+        return self._num_cut
 
     async def stop(self) -> None:
         """Ends everything at once."""
-        await self.drain(0.0)
+        self.tell_end(await self.drain(0.0))
         if self._load_reporter is not None:
             await self._load_reporter.stop()
         await self.pool_poll.stop()
@@ -218,10 +253,6 @@ class Router:
             await asyncio.to_thread(self.tracing.close)
         self.reader.close()
         self._log.close()
-
-    async def _wait_idle(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -349,6 +380,10 @@ class Router:
         owner: Ownership,
         record: RequestRecord,
     ) -> None:
+        async with self._turn:
+            # One a round of the loop: of hundreds that come at once, each with many answers, the
+            # first would be heard of, and health be asked for, only after the last is in.
+            await asyncio.sleep(0)
         prompt = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
         entries = self.admission.enter(len(spec.open_answers), deadline, prompt)
         window = None
@@ -443,11 +478,12 @@ class Router:
             )
         if self.pool.ready:
             clock = next((c for c in clocks if not c.closed), clocks[0])
+            phase = clock.phase.name.lower()
             return RequestError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"{deadline.name} of {limit_s:.3g} s passed in phase {clock.phase.name.lower()}",
+                f"{deadline.name} of {spoken_time(limit_s)} passed in phase {phase}",
             )
-        return unavailable(f"{limit_s:.3g} s passed without a worker: {self.missing()}")
+        return unavailable(f"{spoken_time(limit_s)} passed without a worker: {self.missing()}")
 
     # --- state --------------------------------------------------------------------------------
 

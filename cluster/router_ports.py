@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from legato.cluster.config import ServiceConfig
@@ -15,12 +15,12 @@ HTTP_OFFSET = 1000  # so services that have ports of their own have HTTP ports o
 
 
 def router_ports(config: ServiceConfig) -> list[int]:
-    """Where the routers are to listen; 0 is any free port. ServiceError where there are too few."""
+    """Where the routers are to listen; 0 is any free port. WrongInputError: too few."""
     first, last = config.router.port, config.router.port + config.num_routers - 1
     if not first:
         return [0]
     if last > MAX_PORT:
-        raise ServiceError(
+        raise WrongInputError(
             f"--routers {config.num_routers} needs the ports {first} to {last}; the last port is "
             f"{MAX_PORT}"
         )
@@ -41,14 +41,18 @@ def http_ports(config: ServiceConfig) -> list[int]:
         return [0]
     ports = list(range(first, first + config.num_routers))
     if ports[-1] > MAX_PORT:
-        raise ServiceError(
-            f"the HTTP endpoints of --routers {config.num_routers} need the ports {first} to "
-            f"{ports[-1]}; the last port is {MAX_PORT}: choose others with --http-port"
+        needed = (
+            f"the HTTP endpoint needs the port {first}"
+            if len(ports) == 1
+            else f"the HTTP endpoints of --routers {len(ports)} need the ports {first} to "
+            f"{ports[-1]}"
         )
+        raise WrongInputError(f"{needed}; the last port is {MAX_PORT}: choose with --http-port")
     if shared := set(ports).intersection(router_ports(config)):
-        raise ServiceError(
-            f"port {min(shared)} is asked for twice, by --port and by --http-port; they must be "
-            f"{config.num_routers} apart"
+        apart = "be another" if len(ports) == 1 else f"be {len(ports)} or more away"
+        raise WrongInputError(
+            f"port {min(shared)} is asked for twice, by --port and by --http-port: one of them "
+            f"must {apart}"
         )
     return ports
 
@@ -76,9 +80,19 @@ def _port_problem(host: str, port: int, option: str, port_option: str, error: OS
     if error.errno == 98:  # EADDRINUSE
         if port_option != "--port":
             return f"port {port} on {host} is in use; choose another with {port_option}"
-        return (
-            f"port {port} on {host} is in use; choose another with --port, or end the service "
-            f"there with `legato stop --port {port}`"
-        )
+        return f"port {port} on {host} is in use; choose another with --port{_or_stop(host, port)}"
     at = f"{host}:{port}" if port else host
     return f"{option}: cannot listen on {at}: {error.strerror}"
+
+
+def _or_stop(host: str, port: int) -> str:
+    """The other way out, where the occupant is a service that `legato stop` can end."""
+    from legato.cluster.port_occupant import find_service  # only now: it takes a moment to load
+
+    found = find_service(host, port)
+    if found is None:
+        return ""
+    where, _, grpc_port = found.rpartition(":")
+    option = f"--port {grpc_port}" if where == "127.0.0.1" else f"--address {found}"
+    which = "the service there" if grpc_port == str(port) else "the service whose HTTP port it is"
+    return f", or end {which} with `legato stop {option}`"

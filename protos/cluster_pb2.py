@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from legato.protos import common_pb2 as legato_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1blegato/protos/cluster.proto\x12\tlegato.v1\x1a\x1alegato/protos/common.proto\"\x12\n\x10GetStatusRequest\"\xfb\x01\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12$\n\x05pools\x18\x05 \x03(\x0b\x32\x15.legato.v1.PoolStatus\x12\'\n\x06router\x18\x06 \x01(\x0b\x32\x17.legato.v1.RouterStatus\x12\x11\n\towner_pid\x18\x07 \x01(\x03\x12\x12\n\nowner_host\x18\x08 \x01(\t\x12/\n\nautoscaler\x18\t \x01(\x0b\x32\x1b.legato.v1.AutoscalerStatus\"\xba\x01\n\x10\x41utoscalerStatus\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\x12\x12\n\nttft_slo_s\x18\x02 \x01(\x01\x12\x11\n\titl_slo_s\x18\x03 \x01(\x01\x12(\n\x05pools\x18\x04 \x03(\x0b\x32\x19.legato.v1.AutoscaledPool\x12-\n\tdecisions\x18\x05 \x03(\x0b\x32\x1a.legato.v1.ScalingDecision\x12\x15\n\rnum_decisions\x18\x06 \x01(\x03\"\x7f\n\x0e\x41utoscaledPool\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x13\n\x0bmin_workers\x18\x02 \x01(\x05\x12\x13\n\x0bmax_workers\x18\x03 \x01(\x05\x12\x0e\n\x06needed\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\".\n\x0fScalingDecision\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x8b\x01\n\nPoolStatus\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x0e\n\x06target\x18\x02 \x01(\x05\x12\r\n\x05ready\x18\x03 \x01(\x05\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.legato.v1.WorkerStatus\x12\x0f\n\x07message\x18\x05 \x01(\t\"\xfb\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12%\n\x05phase\x18\x03 \x01(\x0e\x32\x16.legato.v1.WorkerPhase\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x03\x12\x0c\n\x04host\x18\x06 \x01(\t\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.legato.v1.WorkerLoad\x12&\n\x07\x62\x65\x63omes\x18\x08 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x13\n\x0bpredecessor\x18\t \x01(\t\"\xb1\x01\n\x0cRouterStatus\x12\x0e\n\x06queued\x18\x01 \x01(\x03\x12\x11\n\tin_flight\x18\x02 \x01(\x03\x12\x11\n\tcompleted\x18\x03 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x03\x12\x11\n\tcancelled\x18\x05 \x01(\x03\x12\x0f\n\x07refused\x18\x06 \x01(\x03\x12\r\n\x05moved\x18\x07 \x01(\x03\x12\x15\n\rmoved_with_kv\x18\x08 \x01(\x03\x12\x11\n\thttp_port\x18\t \x01(\x05\":\n\x10ScalePoolRequest\x12&\n\x07targets\x18\x01 \x03(\x0b\x32\x15.legato.v1.PoolTarget\"Q\n\nPoolTarget\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x13\n\x06target\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_target\";\n\x11ScalePoolResponse\x12&\n\x07targets\x18\x01 \x03(\x0b\x32\x15.legato.v1.PoolTarget\"K\n\x11\x43hangeRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.legato.v1.WorkerRole\"O\n\x12\x43hangeRoleResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x07targets\x18\x02 \x03(\x0b\x32\x15.legato.v1.PoolTarget\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\" \n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"\'\n\x11\x44rainNodeResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"C\n\x0fShutdownRequest\x12\x1c\n\x0f\x64rain_timeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_drain_timeout_s\"\x12\n\x10ShutdownResponse2\xbf\x03\n\x07\x43luster\x12\x46\n\tGetStatus\x12\x1b.legato.v1.GetStatusRequest\x1a\x1c.legato.v1.GetStatusResponse\x12\x46\n\tScalePool\x12\x1b.legato.v1.ScalePoolRequest\x1a\x1c.legato.v1.ScalePoolResponse\x12I\n\nChangeRole\x12\x1c.legato.v1.ChangeRoleRequest\x1a\x1d.legato.v1.ChangeRoleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.legato.v1.DrainWorkerRequest\x1a\x1e.legato.v1.DrainWorkerResponse\x12\x46\n\tDrainNode\x12\x1b.legato.v1.DrainNodeRequest\x1a\x1c.legato.v1.DrainNodeResponse\x12\x43\n\x08Shutdown\x12\x1a.legato.v1.ShutdownRequest\x1a\x1b.legato.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1blegato/protos/cluster.proto\x12\tlegato.v1\x1a\x1alegato/protos/common.proto\"\x12\n\x10GetStatusRequest\"\xfb\x01\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12$\n\x05pools\x18\x05 \x03(\x0b\x32\x15.legato.v1.PoolStatus\x12\'\n\x06router\x18\x06 \x01(\x0b\x32\x17.legato.v1.RouterStatus\x12\x11\n\towner_pid\x18\x07 \x01(\x03\x12\x12\n\nowner_host\x18\x08 \x01(\t\x12/\n\nautoscaler\x18\t \x01(\x0b\x32\x1b.legato.v1.AutoscalerStatus\"\xba\x01\n\x10\x41utoscalerStatus\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\x12\x12\n\nttft_slo_s\x18\x02 \x01(\x01\x12\x11\n\titl_slo_s\x18\x03 \x01(\x01\x12(\n\x05pools\x18\x04 \x03(\x0b\x32\x19.legato.v1.AutoscaledPool\x12-\n\tdecisions\x18\x05 \x03(\x0b\x32\x1a.legato.v1.ScalingDecision\x12\x15\n\rnum_decisions\x18\x06 \x01(\x03\"\x7f\n\x0e\x41utoscaledPool\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x13\n\x0bmin_workers\x18\x02 \x01(\x05\x12\x13\n\x0bmax_workers\x18\x03 \x01(\x05\x12\x0e\n\x06needed\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\".\n\x0fScalingDecision\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x8b\x01\n\nPoolStatus\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x0e\n\x06target\x18\x02 \x01(\x05\x12\r\n\x05ready\x18\x03 \x01(\x05\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.legato.v1.WorkerStatus\x12\x0f\n\x07message\x18\x05 \x01(\t\"\xfb\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12%\n\x05phase\x18\x03 \x01(\x0e\x32\x16.legato.v1.WorkerPhase\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x03\x12\x0c\n\x04host\x18\x06 \x01(\t\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.legato.v1.WorkerLoad\x12&\n\x07\x62\x65\x63omes\x18\x08 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x13\n\x0bpredecessor\x18\t \x01(\t\"\xdd\x01\n\x0cRouterStatus\x12\x0e\n\x06queued\x18\x01 \x01(\x03\x12\x11\n\tin_flight\x18\x02 \x01(\x03\x12\x11\n\tcompleted\x18\x03 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x03\x12\x11\n\tcancelled\x18\x05 \x01(\x03\x12\x0f\n\x07refused\x18\x06 \x01(\x03\x12\r\n\x05moved\x18\x07 \x01(\x03\x12\x15\n\rmoved_with_kv\x18\x08 \x01(\x03\x12\x11\n\thttp_port\x18\t \x01(\x05\x12\x19\n\x0c\x64rain_left_s\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_drain_left_s\":\n\x10ScalePoolRequest\x12&\n\x07targets\x18\x01 \x03(\x0b\x32\x15.legato.v1.PoolTarget\"Q\n\nPoolTarget\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.legato.v1.WorkerRole\x12\x13\n\x06target\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_target\";\n\x11ScalePoolResponse\x12&\n\x07targets\x18\x01 \x03(\x0b\x32\x15.legato.v1.PoolTarget\"K\n\x11\x43hangeRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.legato.v1.WorkerRole\"O\n\x12\x43hangeRoleResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x07targets\x18\x02 \x03(\x0b\x32\x15.legato.v1.PoolTarget\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\" \n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"\'\n\x11\x44rainNodeResponse\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"Q\n\x0fShutdownRequest\x12\x1c\n\x0f\x64rain_timeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04wait\x18\x02 \x01(\x08\x42\x12\n\x10_drain_timeout_s\"4\n\x10ShutdownResponse\x12\x14\n\x07num_cut\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_num_cut2\xbf\x03\n\x07\x43luster\x12\x46\n\tGetStatus\x12\x1b.legato.v1.GetStatusRequest\x1a\x1c.legato.v1.GetStatusResponse\x12\x46\n\tScalePool\x12\x1b.legato.v1.ScalePoolRequest\x1a\x1c.legato.v1.ScalePoolResponse\x12I\n\nChangeRole\x12\x1c.legato.v1.ChangeRoleRequest\x1a\x1d.legato.v1.ChangeRoleResponse\x12L\n\x0b\x44rainWorker\x12\x1d.legato.v1.DrainWorkerRequest\x1a\x1e.legato.v1.DrainWorkerResponse\x12\x46\n\tDrainNode\x12\x1b.legato.v1.DrainNodeRequest\x1a\x1c.legato.v1.DrainNodeResponse\x12\x43\n\x08Shutdown\x12\x1a.legato.v1.ShutdownRequest\x1a\x1b.legato.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,29 +47,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS']._serialized_start=853
   _globals['_WORKERSTATUS']._serialized_end=1104
   _globals['_ROUTERSTATUS']._serialized_start=1107
-  _globals['_ROUTERSTATUS']._serialized_end=1284
-  _globals['_SCALEPOOLREQUEST']._serialized_start=1286
-  _globals['_SCALEPOOLREQUEST']._serialized_end=1344
-  _globals['_POOLTARGET']._serialized_start=1346
-  _globals['_POOLTARGET']._serialized_end=1427
-  _globals['_SCALEPOOLRESPONSE']._serialized_start=1429
-  _globals['_SCALEPOOLRESPONSE']._serialized_end=1488
-  _globals['_CHANGEROLEREQUEST']._serialized_start=1490
-  _globals['_CHANGEROLEREQUEST']._serialized_end=1565
-  _globals['_CHANGEROLERESPONSE']._serialized_start=1567
-  _globals['_CHANGEROLERESPONSE']._serialized_end=1646
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1648
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1687
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1689
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1729
-  _globals['_DRAINNODEREQUEST']._serialized_start=1731
-  _globals['_DRAINNODEREQUEST']._serialized_end=1763
-  _globals['_DRAINNODERESPONSE']._serialized_start=1765
-  _globals['_DRAINNODERESPONSE']._serialized_end=1804
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1806
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1873
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=1875
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=1893
-  _globals['_CLUSTER']._serialized_start=1896
-  _globals['_CLUSTER']._serialized_end=2343
+  _globals['_ROUTERSTATUS']._serialized_end=1328
+  _globals['_SCALEPOOLREQUEST']._serialized_start=1330
+  _globals['_SCALEPOOLREQUEST']._serialized_end=1388
+  _globals['_POOLTARGET']._serialized_start=1390
+  _globals['_POOLTARGET']._serialized_end=1471
+  _globals['_SCALEPOOLRESPONSE']._serialized_start=1473
+  _globals['_SCALEPOOLRESPONSE']._serialized_end=1532
+  _globals['_CHANGEROLEREQUEST']._serialized_start=1534
+  _globals['_CHANGEROLEREQUEST']._serialized_end=1609
+  _globals['_CHANGEROLERESPONSE']._serialized_start=1611
+  _globals['_CHANGEROLERESPONSE']._serialized_end=1690
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1692
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1731
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1733
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1773
+  _globals['_DRAINNODEREQUEST']._serialized_start=1775
+  _globals['_DRAINNODEREQUEST']._serialized_end=1807
+  _globals['_DRAINNODERESPONSE']._serialized_start=1809
+  _globals['_DRAINNODERESPONSE']._serialized_end=1848
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1850
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1931
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1933
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1985
+  _globals['_CLUSTER']._serialized_start=1988
+  _globals['_CLUSTER']._serialized_end=2435
 # @@protoc_insertion_point(module_scope)

@@ -288,6 +288,7 @@ class RouterStatus(_message.Message):
     MOVED_FIELD_NUMBER: _builtins.int
     MOVED_WITH_KV_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
+    DRAIN_LEFT_S_FIELD_NUMBER: _builtins.int
     queued: _builtins.int
     in_flight: _builtins.int
     completed: _builtins.int
@@ -300,6 +301,8 @@ class RouterStatus(_message.Message):
     """Answers that moved to another decode worker with their KV, because their own one drained."""
     http_port: _builtins.int
     """Of its HTTP endpoint, on the host where it listens; 0: it has none."""
+    drain_left_s: _builtins.float
+    """While the service ends: seconds that running requests still have."""
     def __init__(
         self,
         *,
@@ -312,12 +315,15 @@ class RouterStatus(_message.Message):
         moved: _builtins.int = ...,
         moved_with_kv: _builtins.int = ...,
         http_port: _builtins.int = ...,
+        drain_left_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_left_s", b"_drain_left_s", "drain_left_s", b"drain_left_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "completed", b"completed", "failed", b"failed", "http_port", b"http_port", "in_flight", b"in_flight", "moved", b"moved", "moved_with_kv", b"moved_with_kv", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_left_s", b"_drain_left_s", "cancelled", b"cancelled", "completed", b"completed", "drain_left_s", b"drain_left_s", "failed", b"failed", "http_port", b"http_port", "in_flight", b"in_flight", "moved", b"moved", "moved_with_kv", b"moved_with_kv", "queued", b"queued", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drain_left_s: _TypeAlias = _typing.Literal["drain_left_s"]  # noqa: Y015
+    _WhichOneofArgType__drain_left_s: _TypeAlias = _typing.Literal["_drain_left_s", b"_drain_left_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_left_s) -> _WhichOneofReturnType__drain_left_s | None: ...
 
 Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
 
@@ -543,16 +549,22 @@ class ShutdownRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAIN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     drain_timeout_s: _builtins.float
     """Default 10; at most 600."""
+    wait: _builtins.bool
+    """The answer comes when running requests have ended or were cut, and not when that begins. Another
+    Shutdown may give them another time meanwhile: the newest counts.
+    """
     def __init__(
         self,
         *,
         drain_timeout_s: _builtins.float | None = ...,
+        wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_timeout_s", b"_drain_timeout_s", "drain_timeout_s", b"drain_timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_timeout_s", b"_drain_timeout_s", "drain_timeout_s", b"drain_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_timeout_s", b"_drain_timeout_s", "drain_timeout_s", b"drain_timeout_s", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_timeout_s: _TypeAlias = _typing.Literal["drain_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__drain_timeout_s: _TypeAlias = _typing.Literal["_drain_timeout_s", b"_drain_timeout_s"]  # noqa: Y015
@@ -562,17 +574,24 @@ Global___ShutdownRequest: _TypeAlias = ShutdownRequest  # noqa: Y015
 
 @_typing.final
 class ShutdownResponse(_message.Message):
-    """Draining has begun."""
+    """Draining has begun; with `wait`, it is over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NUM_CUT_FIELD_NUMBER: _builtins.int
+    num_cut: _builtins.int
+    """With `wait`: running requests that were cut, on all routers."""
     def __init__(
         self,
+        *,
+        num_cut: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cut", b"_num_cut", "num_cut", b"num_cut"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cut", b"_num_cut", "num_cut", b"num_cut"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_cut: _TypeAlias = _typing.Literal["num_cut"]  # noqa: Y015
+    _WhichOneofArgType__num_cut: _TypeAlias = _typing.Literal["_num_cut", b"_num_cut"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cut) -> _WhichOneofReturnType__num_cut | None: ...
 
 Global___ShutdownResponse: _TypeAlias = ShutdownResponse  # noqa: Y015

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from legato.worker.memory_limits import memory_limits
+from legato.worker.memory_limits import host_total_bytes, memory_limits
 from legato.worker.spare_memory import give_back_freed
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ def total_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """All that this process may ever have, in use or not."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([machine, *(limit.limit_bytes for limit in memory_limits(root))])
+    return host_total_bytes(root)
 
 
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int:

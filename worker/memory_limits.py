@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,12 @@ class _Files:
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def host_total_bytes(root: Path = Path("/")) -> int:
+    """All that this process may ever have of the machine's memory, in use or not."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(limit.limit_bytes for limit in memory_limits(root))])
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,15 @@ class CapacityEngine:
         self.cost = loaded_cost(self.model, shape.bytes_per_token)
         self.max_batch_size = config.max_batch_size
         self.chunk_tokens = config.prefill_chunk_tokens
+
+    def with_blocks(self, num_blocks: int) -> CapacityEngine:
+        """The same model over a pool of its own, of zeros and of another size; it cannot swap."""
+        other = copy.copy(self)
+        other.cache = KvCache(self.cache.shape, num_blocks, self.device)
+        other.num_slots = 0
+        other.mover = KvMover(other.cache, 0)
+        other.runner = ModelRunner(self.model, other.cache, self.device, self.max_batch_size)
+        return other
 
     @torch.inference_mode()
     def run(

@@ -1,4 +1,4 @@
-"""running_service: a router in this process and two worker processes with a real model, no Ray."""
+"""running_service: a router in this process and worker processes with a real model, no Ray."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _ROLE_NUMBERS = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,
     "decode": common_pb2.WORKER_ROLE_DECODE,
+    "colocated": common_pb2.WORKER_ROLE_COLOCATED,
 }
 
 
 class _NoController:
-    """Two workers for good: one that is lost fails the run."""
+    """The same workers for good: one that is lost fails the run."""
 
     def __init__(self) -> None:
         self.endpoints: list[WorkerEndpoint] = []
@@ -45,16 +46,18 @@ class _NoController:
         """As they are."""
         return [
             cluster_pb2.PoolStatus(
-                role=_ROLE_NUMBERS[worker.role],
+                role=_ROLE_NUMBERS[role],
                 workers=[
                     cluster_pb2.WorkerStatus(
                         worker_id=worker.worker_id,
-                        role=_ROLE_NUMBERS[worker.role],
+                        role=_ROLE_NUMBERS[role],
                         address=worker.address,
                     )
+                    for worker in self.endpoints
+                    if worker.role == role
                 ],
             )
-            for worker in self.endpoints
+            for role in dict.fromkeys(worker.role for worker in self.endpoints)
         ]
 
     async def scale(self, targets: Mapping[Role, int]) -> Mapping[Role, int]:
@@ -93,8 +96,10 @@ async def running_service(
     text: ModelText,
     worker_arguments: Sequence[str],
     options: RouterOptions | None = None,
+    roles: Sequence[Role] = _ROLES,
 ) -> AsyncIterator[str]:
-    """Yields the router's address. `options`: the router's, at any free port by default.
+    """Yields the router's address. `options`: the router's, at any free port by default. `roles`:
+    of the workers, which all have the same arguments.
 
     Raises:
         RuntimeError: a worker did not start; it has said why on stderr.
@@ -111,9 +116,11 @@ async def running_service(
         owner_host=socket.gethostname(),
     )
     try:
-        processes = [await _start(model, role, worker_arguments) for role in _ROLES]
+        for role in roles:
+            # One by one: those that did start are ended where another does not.
+            processes.append(await _start(model, role, worker_arguments))  # noqa: PERF401
         control.endpoints = [
-            await _endpoint(role, process) for role, process in zip(_ROLES, processes, strict=True)
+            await _endpoint(role, process) for role, process in zip(roles, processes, strict=True)
         ]
         address = await router.start()
         try:
@@ -129,7 +136,7 @@ async def running_service(
 
 
 async def until_ready(channel: grpc.aio.Channel) -> None:
-    """Until the router has heard of both workers.
+    """Until the router has heard of its workers.
 
     Raises:
         TimeoutError: it has not for READY_TIMEOUT_S.

@@ -122,7 +122,7 @@ def _prompts(good: Sequence[Sample]) -> dict[str, object]:
     planned = [s.planned.input_tokens for s in good]
     return {
         "tokens": spread([float(s.prompt_tokens or 0) for s in told]),
-        "planned_mean": round(sum(planned) / len(planned), 3) if planned else None,
+        "planned_mean": round(sum(planned) / len(planned), 6) if planned else None,
         "cached_share": round(cached / all_tokens, 4) if all_tokens else None,
     }
 

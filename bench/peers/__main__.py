@@ -1,7 +1,7 @@
 """Our bare engine against its peers on this machine: interleaved rounds, medians, ratios.
 
     python -m legato.bench.peers --model DIR --venv openvino=DIR --venv llamacpp=DIR \\
-        --venv transformers=DIR --precision bf16 --precision int8 --work-dir build/peers
+        --venv vllm=DIR --precision bf16 --precision int8 --work-dir build/peers
 
 Each peer lives in an environment of its own (docs/benchmarks.md says how to make them). A round
 measures the machine's limits, then each contender in turn at each precision: its process is
@@ -38,8 +38,11 @@ PRECISIONS = ("fp32", "bf16", "int8", "int4")
 RUNNERS = {
     OURS: "legato_runner.py",
     "llamacpp": "llama_cpp_runner.py",
+    "onnxgenai": "onnxgenai_runner.py",
     "openvino": "openvino_runner.py",
     "transformers": "transformers_runner.py",
+    "transformers-cb": "transformers_cb_runner.py",
+    "vllm": "vllm_runner.py",
 }
 _LIMITS_TIMEOUT_S = 300.0
 

@@ -2,12 +2,14 @@
 
     python -I host.py RUNNER.py
 
-It imports nothing but the standard library and the runner beside it, which imports the peer.
+It imports nothing but the standard library, timed_engine.py and the runner beside it. The runner
+imports the peer, and may import what lies beside it, where the peer has nothing of that name.
 Requests, each answered by one line with `ok`:
 
     {"op": "prepare", "model", "precision", "work_dir"}       -> "path", null: no such precision
-    {"op": "load", "path", "precision", "num_threads"}        -> "version"
+    {"op": "load", "path", "precision", "num_threads"}        -> "version"; "chunk" is optional
     {"op": "run", "prompts", "num_at_once", "max_tokens"}     -> "requests" and the runner's own
+    {"op": "phase", "plan"}                                   -> a PhaseRecord
 
 A request of the answer is {"sent_s", "token_times_s", "token_ids"}. What fails is answered with
 {"ok": false, "error"}.
@@ -21,6 +23,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -33,7 +36,8 @@ class Runner(Protocol):
     """What a runner's file defines: this class, `PRECISIONS` and `prepare`.
 
     `prepare(model, precision, work_dir)` brings a Hugging Face folder into the peer's own form
-    and returns its path; what lies there from before is kept.
+    and returns its path; what lies there from before is kept. An engine that is driven step by step
+    is a `timed_engine.StepEngine`; it needs no `run`, and without being one it has no phases.
     """
 
     version: str
@@ -49,6 +53,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not stand among the answers
+    sys.path.append(str(Path(sys.argv[1]).parent))  # last: the peer's own modules come first
     module = _load_file(sys.argv[1])
     runner: Runner | None = None
     for line in sys.stdin:
@@ -72,8 +77,13 @@ def _answer(
     if op == "load":
         loaded: Runner = module.Runner(**request)
         return loaded, {"version": loaded.version}
+    loops = _load_file(str(Path(__file__).with_name("timed_engine.py")))
     if op == "run" and runner is not None:
+        if not hasattr(runner, "run"):
+            return runner, loops.run_closed(runner, **request)
         return runner, runner.run(**request)
+    if op == "phase" and runner is not None:
+        return runner, loops.run_phase(runner, request["plan"])
     raise ValueError(f"op {op!r} is unknown, or comes before load")
 
 

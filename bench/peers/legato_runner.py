@@ -40,6 +40,19 @@ class Runner:
                 }
             )
         )
+        self._streams = self._engine.streams()
+
+    def add(self, prompt: list[int], max_tokens: int) -> int:
+        """Queues it for the next step."""
+        return self._streams.add(prompt, max_tokens)
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """One forward: prompts in pieces beside those that decode, as in a colocated worker."""
+        return self._streams.step()
+
+    def cancel(self, number: int) -> None:
+        """Ends it, and frees its blocks."""
+        self._streams.cancel(number)
 
     def run(self, prompts: list[list[int]], num_at_once: int, max_tokens: int) -> dict[str, Any]:
         """One run, with the rates of its steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -9,23 +10,23 @@ import psutil
 
 @dataclass(frozen=True)
 class MachineLoad:
-    """CPU seconds since some start: of all cores, and of one process with all its threads."""
+    """CPU seconds since some start: of all cores, and of some processes with all their threads."""
 
     busy_s: float  # also what the hypervisor took
     idle_s: float
     process_s: float
 
     @classmethod
-    def now(cls, process_id: int) -> MachineLoad:
-        """As of now; a process that is gone has used nothing more."""
+    def now(cls, *process_ids: int) -> MachineLoad:
+        """As of now; a process that is gone has used nothing."""
         times = psutil.cpu_times()
         busy = ("user", "nice", "system", "irq", "softirq", "steal")
         idle = ("idle", "iowait")
-        try:
-            own = psutil.Process(process_id).cpu_times()
-            process_s = own.user + own.system
-        except psutil.NoSuchProcess:
-            process_s = 0.0
+        process_s = 0.0
+        for process_id in process_ids:
+            with suppress(psutil.NoSuchProcess):
+                own = psutil.Process(process_id).cpu_times()
+                process_s += own.user + own.system
         return cls(
             busy_s=sum(getattr(times, name, 0.0) for name in busy),
             idle_s=sum(getattr(times, name, 0.0) for name in idle),

@@ -9,8 +9,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +46,15 @@ def prepare(model: str, precision: str, work_dir: str) -> str:
 class Runner:
     """One pipeline for all workloads."""
 
-    def __init__(self, path: str, precision: str, num_threads: int) -> None:
+    def __init__(
+        self, path: str, precision: str, num_threads: int, chunk: int | None = _BATCH_TOKENS
+    ) -> None:
+        """`chunk`: most tokens of a step; None: as the library has it."""
         self.version = f"openvino-genai {openvino_genai.__version__}"
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = _CACHE_GB
-        scheduler.max_num_batched_tokens = _BATCH_TOKENS
+        if chunk is not None:
+            scheduler.max_num_batched_tokens = chunk
         scheduler.max_num_seqs = 256
         scheduler.enable_prefix_caching = False
         properties = {
@@ -64,31 +66,40 @@ class Runner:
             path, scheduler, "CPU", properties
         )
         self._next_id = 0
+        self._handles: dict[int, Any] = {}
+        self._left: dict[int, int] = {}  # tokens that are still to come
 
-    def run(self, prompts: list[list[int]], num_at_once: int, max_tokens: int) -> dict[str, Any]:
-        """Adds a request whenever a place is free; one step at a time."""
+    def add(self, prompt: list[int], max_tokens: int) -> int:
+        """Queues it for the next step."""
         settings = openvino_genai.GenerationConfig()
         settings.max_new_tokens = max_tokens
         settings.ignore_eos = True
         settings.do_sample = False
-        waiting = deque(enumerate(prompts))
-        requests: list[dict[str, Any]] = [{"token_times_s": [], "token_ids": []} for _ in prompts]
-        handles: dict[int, Any] = {}
-        while waiting or handles:
-            while waiting and len(handles) < num_at_once:
-                number, prompt = waiting.popleft()
-                ids = ov.Tensor(np.array([prompt], dtype=np.int64))
-                requests[number]["sent_s"] = time.perf_counter()
-                handles[number] = self._pipeline.add_request(self._next_id, ids, settings)
-                self._next_id += 1
-            self._pipeline.step()
-            now_s = time.perf_counter()
-            for number, handle in list(handles.items()):
-                request = requests[number]
-                while handle.can_read():
-                    for output in handle.read().values():
-                        request["token_ids"] += list(output.generated_ids)
-                        request["token_times_s"] += [now_s] * len(output.generated_ids)
-                if len(request["token_ids"]) >= max_tokens:
-                    del handles[number]
-        return {"requests": requests}
+        number = self._next_id
+        self._next_id += 1
+        ids = ov.Tensor(np.array([prompt], dtype=np.int64))
+        self._handles[number] = self._pipeline.add_request(number, ids, settings)
+        self._left[number] = max_tokens
+        return number
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """One step of the pipeline."""
+        self._pipeline.step()
+        told: list[tuple[int, list[int]]] = []
+        for number, handle in list(self._handles.items()):
+            token_ids: list[int] = []
+            while handle.can_read():
+                for output in handle.read().values():
+                    token_ids += list(output.generated_ids)
+            if token_ids:
+                told.append((number, token_ids))
+                self._left[number] -= len(token_ids)
+            if self._left[number] <= 0:
+                del self._handles[number]
+        return told
+
+    def cancel(self, number: int) -> None:
+        """Its place is free after the next step."""
+        handle = self._handles.pop(number, None)
+        if handle is not None:
+            handle.cancel()

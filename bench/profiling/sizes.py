@@ -46,7 +46,7 @@ def main() -> int:
     cost = loaded_cost(loaded.model, shape.bytes_per_token)
     sizes = {
         "device": loaded.device.type,
-        "machine": _machine_name(loaded.device),
+        "machine": machine_name(loaded.device),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": total_bytes(loaded.device),
         "weight_bytes": cost.weight_bytes,
@@ -56,7 +56,8 @@ def main() -> int:
     return 0
 
 
-def _machine_name(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
+    """Of the GPU or the processor, as they are called."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if _CPU_INFO.exists():

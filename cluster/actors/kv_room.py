@@ -1,42 +1,75 @@
-"""check_kv_memory: whether --kv-memory holds anything of a model, before Ray is started for it."""
+"""check_room: what a model and this machine say against options, before Ray is started for it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from legato.cluster.errors import WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from legato.cluster.config import EngineOptions
     from legato.worker.models.config import ModelConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GPU_DRIVER = Path("/dev/nvidiactl")
 _SCALE_BYTES = 4  # of a head, with 8 bits an element
 
 
-def check_kv_memory(path: Path, engines: Iterable[EngineOptions]) -> None:
+def check_room(
+    path: Path, engines: Iterable[EngineOptions], *, most_bytes: int | None = None
+) -> None:
     """Needs no torch, and so tells the least that a block may take: what is enough by that, and too
     little by a worker's own account, the worker refuses. So it does with a model that is wrong.
 
+    `most_bytes`: what workers on CPUs have at most, where that is known; see `own_memory`.
+
     Raises:
-        ValueError: naming the option, its value and the least.
+        WrongInputError: naming the option, its value and the limit.
     """
-    model: ModelConfig | None = None
+    engines = list(engines)
     for engine in engines:
+        if engine.kv_memory_fraction is None and _is_beyond(engine, most_bytes):
+            raise WrongInputError(
+                f"--kv-memory is {engine.kv_memory_bytes} bytes, limit {most_bytes}: the memory of "
+                "this machine; give a smaller --kv-memory"
+            )
+    model = _read(path)
+    if model is None:
+        return
+    for engine in engines:
+        asked = engine.context_length
+        if asked is not None and asked > model.context_length:
+            raise WrongInputError(
+                f"--context-length is {asked}, limit {model.context_length}: the model's own"
+            )
         if engine.kv_memory_fraction is not None:
             continue
-        if model is None and (model := _read(path)) is None:
-            return
         least = _least_block_bytes(model, engine)
         if engine.kv_memory_bytes < least:
             length = min(engine.context_length or model.context_length, model.context_length)
             blocks = -(-length // engine.block_size)
-            raise ValueError(
+            raise WrongInputError(
                 f"--kv-memory is {engine.kv_memory_bytes} bytes and holds no block of this model's "
                 f"KV: one of {engine.block_size} tokens takes {least} or more, a context of "
                 f"{length} tokens {blocks * least}"
             )
+
+
+def own_memory(root: Path = Path("/")) -> int:
+    """Bytes that a process of this machine may ever have, in use or not."""
+    from legato.worker.memory_limits import host_total_bytes
+
+    return host_total_bytes(root)
+
+
+def _is_beyond(engine: EngineOptions, most_bytes: int | None) -> bool:
+    if most_bytes is None or engine.kv_memory_bytes <= most_bytes:
+        return False
+    # What auto is, Ray says; where there is a GPU its memory is the limit, which the worker knows.
+    return engine.device == "cpu" or (engine.device == "auto" and not _GPU_DRIVER.exists())
 
 
 def _least_block_bytes(model: ModelConfig, engine: EngineOptions) -> int:

@@ -54,6 +54,7 @@ class RouterPlan:
     version: str
     owner_pid: int
     owner_host: str
+    started_at: float | None = None  # of the service, on the monotonic clock of its owner's machine
 
     def port_of(self, number: int) -> int:
         """Where the router of that number, from 0, listens; 0 where any free port will do."""

@@ -52,7 +52,7 @@ class RouterActor:
         self._plan = plan
         self._number = number
         self._router: Any = None
-        self._end_asked: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._ends_asked: asyncio.Queue[float] = asyncio.Queue()
         self._serving = asyncio.create_task(self._serve())
         self._following: asyncio.Task[None] | None = None
 
@@ -61,21 +61,22 @@ class RouterActor:
         return await asyncio.shield(self._serving)
 
     async def end_asked(self) -> float:
-        """Returns when somebody asked for the service's end: the seconds given to running requests.
+        """Returns when somebody asked for the service's end, each time that somebody does: the
+        seconds given to running requests.
 
         The call fails at the moment when the process ends.
         """
-        return await asyncio.shield(self._end_asked)
+        return await self._ends_asked.get()
 
-    async def end(self, drain_timeout_s: float) -> int:
-        """No new requests; running ones have `drain_timeout_s`; then the port closes. Returns how
-        many were cut.
-        """
-        num_cut = 0
+    async def drain(self, drain_timeout_s: float) -> int:
+        """See Router.drain."""
+        return 0 if self._router is None else await self._router.drain(drain_timeout_s)
+
+    async def close(self, num_cut: int) -> None:
+        """The port closes; who waits for the end is told what it cost."""
         if self._router is not None:
-            num_cut = await self._router.drain(drain_timeout_s)
+            self._router.tell_end(num_cut)
             await self._router.stop()
-        return num_cut
 
     async def _serve(self) -> RouterPlace:
         from legato.cluster.router import Router
@@ -98,6 +99,7 @@ class RouterActor:
             version=plan.version,
             owner_pid=plan.owner_pid,
             owner_host=plan.owner_host,
+            started_at=plan.started_at,
         )
         address = await _bind(router, 0.0 if earlier_ports is None else BIND_TIMEOUT_S)
         ports = [_port(at) if at else None for at in (address, router.http_address)]
@@ -109,8 +111,7 @@ class RouterActor:
         return RouterPlace(address, process, router.http_address)
 
     def _ask_end(self, drain_timeout_s: float) -> None:
-        if not self._end_asked.done():
-            self._end_asked.set_result(drain_timeout_s)
+        self._ends_asked.put_nowait(drain_timeout_s)
 
     async def _follow(self) -> None:
         """Asks the controller for its list, over and over: the answer comes when there is news.

@@ -36,7 +36,7 @@ class RouterLink:
         self.address = ""  # once known, the same for ever
         self.http_address = ""  # so is this one
         self.failure = ""  # why it will never serve (again)
-        self.asked_to_end: float | None = None
+        self.asked_to_end: float | None = None  # by whom nobody has listened to yet
         self._heartbeat: Heartbeat | None = None
         self._next_ask_s = 0.0
         self._place_call = handle.place.remote()
@@ -60,6 +60,7 @@ class RouterLink:
             return ""
         try:
             self.asked_to_end = ray.get(self._end_call)
+            self._end_call = self.handle.end_asked.remote()
         except ActorUnavailableError:
             was_serving, self.place = self.place is not None, None
             self._next_ask_s = now_s + RETRY_S
@@ -155,15 +156,26 @@ class RouterGroup:
         return [link.http_address for link in self._links if link.http_address]
 
     def end_asked(self) -> float | None:
-        """The seconds given to running requests, once somebody asked any of them for the end."""
-        asked = (link.asked_to_end for link in self._links)
-        return next((seconds for seconds in asked if seconds is not None), None)
+        """The seconds given to running requests, each time that somebody asked any of them for the
+        end.
+        """
+        for link in self._links:
+            seconds, link.asked_to_end = link.asked_to_end, None
+            if seconds is not None:
+                return seconds
+        return None
 
-    def begin_end(self, drain_timeout_s: float) -> list[Any]:
-        """Closes them to new requests; the calls end with the running ones."""
+    def begin_drain(self, drain_timeout_s: float) -> list[Any]:
+        """Closes them to new requests; the calls end with the running ones. May be called again,
+        with another time.
+        """
         for link in self._links:
             link.stop_listening()
-        return [link.handle.end.remote(drain_timeout_s) for link in self._links]
+        return [link.handle.drain.remote(drain_timeout_s) for link in self._links]
+
+    def begin_close(self, num_cut: int) -> list[Any]:
+        """Closes their ports, after the drain; whoever waits for it is told how many were cut."""
+        return [link.handle.close.remote(num_cut) for link in self._links]
 
     def kill(self) -> None:
         """Ends them for good, at once."""

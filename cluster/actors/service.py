@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -20,6 +21,7 @@ from legato.cluster.actors.cluster_nodes import may_grow, read_nodes
 from legato.cluster.actors.controller_actor import HEAD_LOST
 from legato.cluster.actors.controller_link import ControllerLink
 from legato.cluster.actors.head_store import forget
+from legato.cluster.actors.hush_ray import hush_ray
 from legato.cluster.actors.launcher import STOP_GRACE_S
 from legato.cluster.actors.lean_ray import lean_ray
 from legato.cluster.actors.router_group import RouterGroup
@@ -30,7 +32,7 @@ from legato.cluster.ray_address import probe_ray
 from legato.protos import cluster_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from legato.cluster.actors.plans import RouterPlan, WorkerPlan
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from legato.cluster.pool import ControllerOptions
 
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+TOO_SLOW = "timed out during startup"  # Ray's words for its own bound, 30 s
+BUSY = "the machine may have too much to do: try again when it has less"
 OBJECT_STORE_BYTES = 80 << 20  # close to Ray's least: we put nothing in it
 
 
@@ -51,13 +55,43 @@ class RayService:
         self._routers: RouterGroup | None = None
         self._head: psutil.Process | None = None  # of our own Ray
         self._head_lost = False
+        hush_ray()
 
-    def start_own(self, temp_dir: Path, num_cpus: int) -> ClusterFacts:
-        """Starts a Ray for this service alone; it ends with this process, however that ends.
+    def start_own(
+        self,
+        temp_dir: Path,
+        num_cpus: int,
+        bound_s: float = math.inf,
+        on_retry: Callable[[], None] = lambda: None,
+    ) -> ClusterFacts:
+        """Starts a Ray for this service alone; it ends with this process, however that ends. On a
+        busy machine Ray may give itself up: there is one more try, where `bound_s` is not over.
 
         Raises:
             ServiceError: it does not start.
         """
+        deadline_s = time.monotonic() + bound_s
+        try:
+            self._init_own(temp_dir, num_cpus)
+        except ServiceError as error:
+            if TOO_SLOW not in str(error):
+                raise
+            ray.shutdown()
+            if time.monotonic() >= deadline_s:
+                raise ServiceError(f"{str(error).rstrip('.')}; {BUSY}") from error
+            on_retry()
+            try:
+                self._init_own(temp_dir, num_cpus)
+            except ServiceError as again:
+                raise ServiceError(
+                    f"{str(again).rstrip('.')}; so it did once before; {BUSY}"
+                ) from again
+        children = psutil.Process().children()
+        heads = [child for child in children if child.name() == "gcs_server"]
+        self._head = max(heads, key=lambda child: child.create_time(), default=None)
+        return self._facts(joined=False)
+
+    def _init_own(self, temp_dir: Path, num_cpus: int) -> None:
         # The kernel ties Ray's processes to the thread that starts them: this must be the main one.
         with failure_in_words("Ray could not be started"), lean_ray():
             ray.init(
@@ -71,9 +105,6 @@ class RayService:
                 _temp_dir=str(temp_dir),
                 _node_ip_address="127.0.0.1",
             )
-        children = psutil.Process().children()
-        self._head = next((child for child in children if child.name() == "gcs_server"), None)
-        return self._facts(joined=False)
 
     def join(self, address: str) -> ClusterFacts:
         """Joins the cluster at host:port, which `probe_ray` has found alive.
@@ -168,12 +199,14 @@ class RayService:
         return None if raw is None else [cluster_pb2.PoolStatus.FromString(data) for data in raw]
 
     def end_asked(self) -> float | None:
-        """The seconds given to running requests, once somebody asked for the end."""
+        """The seconds given to running requests, each time that somebody asked for the end."""
         return None if self._routers is None else self._routers.end_asked()
 
     def begin_drain(self, drain_timeout_s: float) -> list[Any]:
-        """Closes the routers to new requests; `done` tells when the running ones have ended."""
-        return [] if self._routers is None else self._routers.begin_end(drain_timeout_s)
+        """Closes the routers to new requests; `done` tells when the running ones have ended. The
+        newest call's time counts.
+        """
+        return [] if self._routers is None else self._routers.begin_drain(drain_timeout_s)
 
     def num_cut(self, calls: list[Any]) -> int:
         """Of calls of `begin_drain` that have ended: how many requests had not, and were cut."""
@@ -183,11 +216,12 @@ class RayService:
                 num_cut += ray.get(call, timeout=0)
         return num_cut
 
-    def begin_stop(self) -> list[Any]:
-        """Ends the workers."""
-        if self._controller is None:
-            return []
-        return [self._controller.handle.stop_workers.remote(STOP_GRACE_S)]
+    def begin_stop(self, num_cut: int) -> list[Any]:
+        """Closes the ports, where those who wait are told how many were cut; ends the workers."""
+        calls = [] if self._routers is None else self._routers.begin_close(num_cut)
+        if self._controller is not None:
+            calls.append(self._controller.handle.stop_workers.remote(STOP_GRACE_S))
+        return calls
 
     def done(self, calls: list[Any], timeout_s: float) -> bool:
         """Waits for calls of `begin_...`; True when all have ended, well or not."""

@@ -77,16 +77,18 @@ class BatchEndpoint:
 
     async def check(self) -> None:
         """Raises ServiceError where there is no such service, or the token is wrong."""
-        problem = ""
+        problem, remedy = "", "say where it is with --url"
         for url in self._urls:
             try:
                 response = await self._client.get(f"{url}/v1/models", timeout=CONNECT_TIMEOUT_S)
             except httpx2.RemoteProtocolError as error:
                 where = url.partition("://")[2]
-                problem = problem or (
-                    f"what listens at {url} speaks no HTTP ({_reason(error)}); if it is the "
-                    f"service's gRPC port, say --address {where} in the place of --url"
-                )
+                if not problem:
+                    problem = f"what listens at {url} speaks no HTTP ({_reason(error)})"
+                    remedy = (
+                        "if it is the service's gRPC port, say --address "
+                        f"{where} in the place of --url"
+                    )
                 continue
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 problem = problem or f"no service answers at {url} ({_reason(error)})"
@@ -96,7 +98,8 @@ class BatchEndpoint:
             if response.status_code == 200:
                 return
             problem = f"what listens at {url} is no Legato service (HTTP {response.status_code})"
-        raise ServiceError(f"{problem}; say where it is with --url")
+            remedy = "say where it is with --url"
+        raise ServiceError(f"{problem}; {remedy}")
 
     async def answer(self, line: BatchLine) -> LineResult:
         """Returns an answer, or an error that asking again would not change.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from legato.cluster.errors import ServiceError, shown
+from legato.cluster.errors import ServiceError, WrongInputError, shown
 from legato.cluster.gateway import MAX_REQUEST_BYTES
 from legato.cluster.strict_json import parse_json
 
@@ -23,6 +25,7 @@ class LineRef:
     """Where a line stands: a long file is not kept in memory."""
 
     custom_id: str
+    request_hash: str  # see `hash_request`
     offset: int
     num_bytes: int
 
@@ -36,11 +39,17 @@ class BatchLine:
     body: dict[str, Any]
 
 
+def hash_request(line: BatchLine) -> str:
+    """32 hex digits of what is asked for; the order of keys and white space do not count."""
+    asked = json.dumps([line.url, line.body], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(asked.encode()).hexdigest()[:32]
+
+
 class BatchInput:
     """Every line is checked before the first is sent: a file that is half wrong costs nothing.
 
     Raises:
-        ServiceError: the file cannot be read, or naming the first line that is wrong.
+        WrongInputError: the file cannot be read, or naming the first line that is wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +58,7 @@ class BatchInput:
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise ServiceError(f"cannot read {str(path)!r}: {error.strerror}") from error
+            raise WrongInputError(f"cannot read {str(path)!r}: {error.strerror}") from error
         try:
             self._scan()
         except BaseException:
@@ -86,19 +95,20 @@ class BatchInput:
             number += 1
             where = f"{str(self.path)!r}, line {number}"
             if len(data) > MAX_REQUEST_BYTES + 1:
-                raise ServiceError(f"{where} is longer than {MAX_REQUEST_BYTES} bytes")
+                raise WrongInputError(f"{where} is longer than {MAX_REQUEST_BYTES} bytes")
             if data.strip():
                 try:
-                    custom_id = _parse(data).custom_id
+                    line = _parse(data)
                 except ValueError as error:
-                    raise ServiceError(f"{where}: {error}") from error
-                if custom_id in seen:
-                    raise ServiceError(f"{where}: custom_id {shown(custom_id)} comes twice")
-                seen.add(custom_id)
-                self.lines.append(LineRef(custom_id, offset, len(data)))
+                    raise WrongInputError(f"{where}: {error}") from error
+                name = line.custom_id
+                if name in seen:
+                    raise WrongInputError(f"{where}: custom_id {shown(name)} comes twice")
+                seen.add(name)
+                self.lines.append(LineRef(name, hash_request(line), offset, len(data)))
             offset += len(data)
         if not self.lines:
-            raise ServiceError(f"{str(self.path)!r} has no request in it")
+            raise WrongInputError(f"{str(self.path)!r} has no request in it")
 
 
 def _parse(data: bytes) -> BatchLine:

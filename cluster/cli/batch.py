@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from legato.cluster.cli.client_flags import chosen_access
-from legato.cluster.cli.connection import AddressOption, PortOption, choose_address
+from legato.cluster.cli.client_flags import chosen_access, name_sources
+from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, source_of
 from legato.cluster.cli.status import ask_each
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from legato.cluster.batch.batch_input import BatchInput
@@ -63,6 +63,14 @@ def batch(
             show_default=False,
         ),
     ] = None,
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            "--retry-errors",
+            help="Ask lines again that have an error in the place of an answer. Those that were "
+            "changed since are asked again without it.",
+        ),
+    ] = False,
     address: AddressOption = None,
     port: PortOption = None,
 ) -> None:
@@ -96,10 +104,10 @@ def batch(
     from legato.cluster.batch.batch_output import BatchOutput
 
     if output.exists() and lines.exists() and output.samefile(lines):
-        raise ServiceError(f"--output {str(output)!r} is the file of requests itself")
+        raise WrongInputError(f"--output {str(output)!r} is the file of requests itself")
     with BatchInput(lines) as requests:
-        custom_ids = {ref.custom_id for ref in requests.lines}
-        with BatchOutput(output, custom_ids) as finished:
+        hashes = {ref.custom_id: ref.request_hash for ref in requests.lines}
+        with BatchOutput(output, hashes, retries_errors=retry_errors) as finished:
             if urls is None and len(finished.finished) < len(requests.lines):
                 urls = _ask_urls(where)
             sys.exit(_run(requests, finished, urls or [], concurrency, deadline_s))
@@ -116,18 +124,25 @@ def _run(
 
     total = len(requests.lines)
     with BatchProgress(total, len(finished.finished), finished.num_failed) as progress:
+        if again := finished.num_retried:
+            progress.tell(f"{_lines(again)} with errors {_is_are(again)} asked again")
         try:
             outcome = asyncio.run(
                 _answer(requests, finished, urls, concurrency, deadline_s, progress)
             )
         finally:
-            progress.tell(f"{len(finished.finished)} of {total} lines done")
-    if finished.num_failed:
-        print(f"legato: {finished.num_failed} lines have errors", file=sys.stderr)
+            progress.tell(f"{len(finished.finished)} of {_lines(total)} done")
+    if failed := finished.num_failed:
+        print(
+            f"legato: {_lines(failed)} {'has an error' if failed == 1 else 'have errors'}: mend "
+            "what is wrong in the file of requests, and the same command asks what was changed "
+            "again; --retry-errors asks all of them again",
+            file=sys.stderr,
+        )
     if outcome.num_undone:
         print(
-            f"legato: the deadline came before {outcome.num_undone} lines; the same command goes "
-            "on with them",
+            f"legato: the deadline came before {_lines(outcome.num_undone)}; the same command goes "
+            "on from there",
             file=sys.stderr,
         )
         return SOME_UNDONE
@@ -152,7 +167,7 @@ async def _answer(
         access.check_urls(urls)
         verify = True if access.tls is None else access.tls.ssl_context()
     except ValueError as error:
-        raise ServiceError(str(error)) from error
+        raise WrongInputError(name_sources(str(error))) from error
     async with BatchEndpoint(
         urls, concurrency, deadline_s, access.token, verify=verify
     ) as endpoint:
@@ -160,6 +175,14 @@ async def _answer(
         return await run_batch(
             requests, finished, endpoint, concurrency=concurrency, on_line=progress.line
         )
+
+
+def _lines(count: int) -> str:
+    return f"{count} line" if count == 1 else f"{count} lines"
+
+
+def _is_are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -188,7 +211,7 @@ def _urls(text: str) -> list[str]:
         if re.fullmatch(r"https?://[^\s/?#]+", url) is None:
             raise typer.BadParameter(
                 f"must be http://host:port, or several with commas between them, got {url!r}",
-                param_hint="--url",
+                param_hint=source_of("--url", "LEGATO_URL", text),
             )
     return urls
 

@@ -36,7 +36,8 @@ class BatchProgress:
 
     def __enter__(self) -> Self:
         if self._done:
-            self.tell(f"{self._done} of {self._total} lines were done before")
+            was = "line was" if self._total == 1 else "lines were"
+            self.tell(f"{self._done} of {self._total} {was} done before")
         self._bar.start()
         return self
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 
 def certs(
@@ -37,7 +37,9 @@ def certs(
 
     try:
         paths = make_certs(folder, host or (), days)
-    except (ValueError, FileExistsError) as error:
+    except ValueError as error:
+        raise WrongInputError(f"--{error}") from error
+    except FileExistsError as error:
         raise ServiceError(str(error)) from error
     except OSError as error:
         raise ServiceError(f"cannot write to {folder}: {error.strerror}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from legato.cluster.client_access import ClientAccess, ClientTls, read_token
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +106,13 @@ def chosen_access() -> ClientAccess:
     return _chosen[-1] if _chosen else _from_environment()
 
 
+def name_sources(sentence: str) -> str:
+    """A complaint about a file, behind the variables that name it, where these do."""
+    names = [f"LEGATO_CLIENT_TLS_{part}" for part in ("CA", "CERT", "KEY")]
+    named = [name for name in names if repr(os.environ.get(name)) in sentence]
+    return f"{' and '.join(named)}: {sentence}" if named else sentence
+
+
 def _read(
     *,
     tls: bool,
@@ -123,7 +131,7 @@ def _read(
         try:
             access = replace(access, token=read_token(str(token_file)))
         except ValueError as error:
-            raise ServiceError(str(error)) from None
+            raise WrongInputError(f"--token-file: {error}") from None
     if allow_plain_token:
         access = replace(access, allow_plain_token=True)
     return access
@@ -133,4 +141,4 @@ def _from_environment() -> ClientAccess:
     try:
         return ClientAccess.from_environment()
     except ValueError as error:
-        raise ServiceError(str(error)) from None
+        raise WrongInputError(str(error)) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import time
 from contextlib import ExitStack, contextmanager
@@ -10,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from legato.cluster.cli.client_flags import chosen_access
+from legato.cluster.cli.client_flags import chosen_access, name_sources
 from legato.cluster.client_target import parse_addresses
 from legato.cluster.error_reasons import Reason
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +61,13 @@ def choose_address(address: str | None, port: int | None) -> str:
     except ValueError:
         raise typer.BadParameter(
             f"must be host:port, or several with commas between them, got {address!r}",
-            param_hint="--address",
+            param_hint=source_of("--address", "LEGATO_ADDRESS", address),
         ) from None
+
+
+def source_of(option: str, variable: str, value: str) -> str:
+    """Where a value that is wrong was read, for who has to mend it there."""
+    return variable if os.environ.get(variable) == value else option
 
 
 def is_open(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
@@ -113,7 +120,7 @@ def _channel(target: str, access: ClientAccess) -> grpc.Channel:
     try:
         return access.channel(target, CHANNEL_OPTIONS)
     except ValueError as error:
-        raise ServiceError(str(error)) from error
+        raise WrongInputError(name_sources(str(error))) from error
 
 
 def _is_greeted(channel: grpc.Channel) -> bool:
@@ -140,7 +147,7 @@ def connect_client(address: str) -> Iterator[Client]:
     try:
         client = Client(address, access=access)
     except ValueError as error:
-        raise ServiceError(str(error)) from error
+        raise WrongInputError(name_sources(str(error))) from error
     with sentences(address), client:
         _check_handshake(address.split(","), access)
         yield client
@@ -200,6 +207,8 @@ def sentences(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT and error.details():
+            raise WrongInputError(_with_options(error.details() or "")) from error
         raise ServiceError(_sentence(error, address)) from error
 
 
@@ -209,6 +218,16 @@ def reason_of(error: grpc.RpcError) -> str:
     from legato.cluster.retry_policy import failure_of
 
     return error.reason if isinstance(error, CallFailedError) else failure_of(error).reason
+
+
+def _with_options(details: str) -> str:
+    """Fields of a request by the names of the options that they come from."""
+    named = re.sub(r"\b(?:sampling\.)?guide\.(?=json_schema|regex|choice)", "sampling.", details)
+    return re.sub(
+        r"\bsampling\.(\w+)(?:\.texts)?(?:\[\d+\])?",
+        lambda found: "--" + found[1].replace("_", "-"),
+        named,
+    )
 
 
 def _sentence(error: grpc.RpcError, address: str) -> str:

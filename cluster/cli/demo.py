@@ -72,5 +72,5 @@ def _ask(address: str, prompt: str, max_tokens: int, write: Callable[[str], None
     ):
         answer = read_answer(stream, write)
     print("\n")
-    console.print(timing_table(answer))
+    console.print(timing_table(answer), soft_wrap=True)
     print()

@@ -53,6 +53,8 @@ def drain(
     A worker that goes gets nothing new; its running streams move to others with their KV, or end;
     then its process ends. The pool keeps its size: to have one worker less, use `legato scale`.
 
+    The last ready worker of a pool serves until the one in its place is ready.
+
     A node is drained where its machine is to go: Ray, too, puts nothing more there.
 
     Examples:

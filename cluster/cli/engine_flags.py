@@ -15,6 +15,8 @@ _DEVICE = Matching(
     r"auto|cpu|cuda(:\d{1,3})?", "auto, cpu or cuda", "auto|cpu|cuda", ("auto", "cpu", "cuda")
 )
 
+MAX_THREADS = 1024  # of a worker, on any machine
+
 
 class EngineFlags(BaseModel):
     """Each is an option, a variable and a key of the file; what most mean: see EngineOptions."""
@@ -84,7 +86,7 @@ class EngineFlags(BaseModel):
     context_length: Annotated[int | None, Number(1)] = Field(
         None, description="In tokens; lower than the model's own."
     )
-    threads: Annotated[int | None, Number(1)] = Field(
+    threads: Annotated[int | None, Number(1, MAX_THREADS)] = Field(
         None, description="Of each worker. Without it the cores, divided by the workers."
     )
     max_batch_size: Annotated[int, Number(1)] = Field(

@@ -13,7 +13,7 @@ import typer
 from legato.cluster.cli.answer import Answer, InTurn, read_answers
 from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect_client
 from legato.cluster.cli.guide_option import make_guide
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -150,7 +150,7 @@ def generate(
         for number, answer in enumerate(answers, start=1):
             if n > 1:
                 console.print(f"\n{number} of {n}", highlight=False)
-            console.print(timing_table(answer))
+            console.print(timing_table(answer), soft_wrap=True)
 
 
 def make_request(
@@ -160,10 +160,10 @@ def make_request(
     from legato.protos import generation_pb2
 
     if not text:
-        raise ServiceError("the prompt is empty: give some text, or - to read it from stdin")
+        raise WrongInputError("the prompt is empty: give some text, or - to read it from stdin")
     if not chat:
         if system is not None:
-            raise ServiceError("--system needs a chat: leave out --raw, or take a chat model")
+            raise WrongInputError("--system needs a chat: leave out --raw, or take a chat model")
         return generation_pb2.GenerateRequest(text=text, sampling=sampling)
     messages = [generation_pb2.ChatMessage(role="user", content=text)]
     if system is not None:
@@ -217,19 +217,21 @@ def write_text(text: str) -> None:
 
 def _read_stdin() -> str:
     if sys.stdin is None:
-        raise ServiceError("the prompt is to be read from standard input, which is closed")
+        raise WrongInputError("the prompt is to be read from standard input, which is closed")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise ServiceError(f"the prompt is no UTF-8 text: {error.reason}") from error
+        raise WrongInputError(f"the prompt is no UTF-8 text: {error.reason}") from error
 
 
 def check_utf8(name: str, text: str) -> None:
-    """Raises ServiceError naming what it is and where it is wrong."""
+    """Raises WrongInputError naming what it is and where it is wrong."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes that are no UTF-8 come from a shell as surrogates
-        raise ServiceError(f"{name} is no UTF-8 text, from character {error.start} on") from error
+        raise WrongInputError(
+            f"{name} is no UTF-8 text, from character {error.start} on"
+        ) from error
 
 
 def _as_dict(answer: Answer) -> dict[str, object]:

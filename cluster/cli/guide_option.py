@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ def make_guide(
     """None where nothing was asked for. `json_schema`: the name of a file, or JSON text.
 
     Raises:
-        ServiceError: more than one was asked for, or the file cannot be read.
+        WrongInputError: more than one was asked for, or the file cannot be read.
     """
     from legato.protos import common_pb2
 
@@ -28,7 +28,7 @@ def make_guide(
     if not names:
         return None
     if len(names) > 1:
-        raise ServiceError(f"{' and '.join(names)} do not go together: give one of them")
+        raise WrongInputError(f"{' and '.join(names)} do not go together: give one of them")
     if json_schema is not None:
         return common_pb2.Guide(json_schema=_schema_text(json_schema))
     if regex is not None:
@@ -43,7 +43,7 @@ def _schema_text(given: str) -> str:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ServiceError(
+        raise WrongInputError(
             f"--json-schema {given}: cannot be read: {reason}; give a file, or JSON that begins "
             "with {"
         ) from error

@@ -1,123 +1,44 @@
-"""The command `legato`: its subcommands, and how their errors reach a person."""
+"""main: where the program `legato` begins; Ctrl-C ends it quietly from the first moment on."""
 
 from __future__ import annotations
 
-import inspect
 import os
+import signal
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
 
-import typer
-
-from legato.cluster.cli.client_flags import secured
-from legato.cluster.errors import ServiceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-# Typer shows these in a box of seven lines, and has no public name for all of them.
-_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-
-# Where each command is. Only the one that is typed is loaded: `legato status` waits for no other.
-COMMANDS = {
-    "serve": "serve",
-    "generate": "generate",
-    "chat": "chat",
-    "batch": "batch",
-    "status": "status",
-    "top": "top",
-    "scale": "scale",
-    "role": "role",
-    "drain": "drain",
-    "stop": "stop",
-    "config": "show_config",
-    "doctor": "doctor",
-    "bench": "bench",
-    "profile": "profile",
-    "plan": "plan",
-    "certs": "certs",
-    "demo": "demo",
-}
-
-
-def build_app(wanted: str | None = None) -> typer.Typer:
-    """With one command only, where it is known; else with all."""
-    app = typer.Typer(
-        name="legato",
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # its tables cut the names of options where a terminal is narrow
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )
-    app.callback(invoke_without_command=True, help=_help(_legato))(_legato)
-    for name in [wanted] if wanted in COMMANDS else COMMANDS:
-        command = getattr(import_module(f"legato.cluster.cli.{COMMANDS[name]}"), name)
-        app.command(name, help=_help(command))(secured(command))
-    return app
-
-
-def _help(command: Callable[..., object]) -> str:
-    """Its docstring, with the examples as they are: no line of theirs is broken."""
-    text, title, examples = inspect.cleandoc(command.__doc__ or "").partition("\nExample")
-    if not title:
-        return text
-    first, *lines = [line.strip() for line in examples.splitlines() if line.strip()]
-    return "\n".join([text, f"Example{first}", "", "\b", *(f"  {line}" for line in lines)])
-
-
-def _legato(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-) -> None:
-    """LLM serving with prefill and decode on separate workers.
-
-    Examples:
-
-        legato doctor
-
-        legato serve --model demo
-
-        legato chat
-
-        legato serve --help
-    """
-    if version:
-        from legato.cluster.version import legato_version
-
-        print(legato_version())
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+INTERRUPTED = 130  # exit code
 
 
 def main() -> None:
     """Runs the command line; one line on stderr and a non-zero code where something is wrong."""
-    completing = "_LEGATO_COMPLETE" in os.environ
-    app = build_app(None if completing else next(iter(sys.argv[1:]), None))
+    # While modules load there is nothing to tidy up, and an exception in there would be told with
+    # their code. Who ignores the signal, as in the background of a shell, goes on ignoring it.
+    before = signal.getsignal(signal.SIGINT)
+    quiet = before is signal.default_int_handler
+    if quiet:
+        signal.signal(signal.SIGINT, _leave)
+    if sys.argv[1:2] not in (
+        ["serve"],
+        ["demo"],
+    ):  # their workers' words are for whoever mends them
+        # gRPC's C part writes lines of its own where a handshake fails, beside ours.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        code = app(prog_name="legato", standalone_mode=False)
-    except ServiceError as error:
-        _fail(str(error), 1)
-    except typer.Abort:  # Ctrl-C
-        sys.exit(130)
-    except _UsageError as error:
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "legato"
-        _fail(f"{_sentence(error)} (see `{command} --help`)", 2)
-    sys.exit(code if isinstance(code, int) else 0)
+        from legato.cluster.cli.app import load_app
 
-
-def _sentence(error: Exception) -> str:
-    """What is wrong, with the value that was given: Typer's own checks name the limit alone."""
-    sentence = str(error.format_message() if hasattr(error, "format_message") else error)
-    checks = getattr(error.__cause__, "errors", None)  # pydantic's
-    given = repr(checks()[0]["input"]) if checks is not None else ""
-    return sentence if given in sentence else f"{sentence.rstrip('.')}, got {given}"
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"legato: {message}", file=sys.stderr)
+        app = load_app()
+    finally:
+        if quiet:
+            signal.signal(signal.SIGINT, before)
+    try:
+        code = app()
+    except KeyboardInterrupt:  # between the commands' own handling and here
+        code = INTERRUPTED
     sys.exit(code)
+
+
+def _leave(*_: object) -> None:
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

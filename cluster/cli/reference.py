@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer.main
 
-from legato.cluster.cli.main import build_app
+from legato.cluster.cli.app import build_app
 from legato.cluster.cli.serve_settings import ServeSettings, form_of, value_text
 from legato.cluster.cli.settings_command import part_of
 
@@ -52,9 +52,10 @@ legato serve --config legato.yaml --decode 4
 LEGATO_KV_WIRE=bfloat16 legato config --config legato.yaml   # what is in force, and from where
 ```
 
-- A key or a `LEGATO_` variable that is no setting is refused, with the nearest right name; so is a
-  value that is none. The message names the option, the variable, or file and line. An empty
-  variable counts as not set, and so does a key without a value.
+- A key of the file that is no setting is refused, with the nearest right name, and so is, by every
+  command, a `LEGATO_` variable that means nothing to any of them; so is a value that is none. The
+  message names the option, the variable, or file and line. An empty variable counts as not set, and
+  so does a key without a value.
 - Values are read the same way wherever they stand: `no` in the file is what `no` is in a variable.
   A switch takes true, false, yes, no, on, off, 1 or 0.
 - The file has at most 64 KiB, two levels, no anchors and no aliases; no key may stand in it twice.
@@ -63,7 +64,8 @@ LEGATO_KV_WIRE=bfloat16 legato config --config legato.yaml   # what is in force,
   alone, but for `LEGATO_PORT`, which it takes for an address of its own: set `enableServiceLinks:
   false` in the pod.
 - `legato config` prints what is in force as such a file, with the source of each value; `--json`
-  for scripts. Commands that talk to a service know `LEGATO_ADDRESS`, and nothing else of this.
+  for scripts. Commands that talk to a service know `LEGATO_ADDRESS`, and no setting of a
+  service: `LEGATO_PORT` is where `legato serve` listens.
 """
 
 _CLI = """\

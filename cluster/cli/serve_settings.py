@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,11 @@ from legato.cluster.cli.security_flags import SecurityFlags
 from legato.cluster.cli.service_flags import ServiceFlags
 from legato.cluster.cli.setting_error import SettingError
 from legato.cluster.cli.setting_forms import Form
+from legato.cluster.cli.variables import PREFIX, is_kubernetes_address, variable_of
 from legato.cluster.cli.yaml_settings import read_settings
 from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
-from legato.cluster.router_ports import default_http_port
+from legato.cluster.errors import WrongInputError
+from legato.cluster.router_ports import default_http_port, http_ports, router_ports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,51 +34,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from pydantic_settings import PydanticBaseSettingsSource
 
-PREFIX = "LEGATO_"
-# Variables of this prefix that are no settings: of other commands, of the engine, of our own
-# processes, and of the tests, which start services.
-OTHER_VARIABLES = frozenset(
-    PREFIX + name
-    for name in [
-        "ADDRESS",
-        "CONFIG",
-        "CLIENT_ALLOW_PLAIN_TOKEN",
-        "CLIENT_TLS",
-        "CLIENT_TLS_CA",
-        "CLIENT_TLS_CERT",
-        "CLIENT_TLS_KEY",
-        "CLIENT_TLS_SERVER_NAME",
-        "CPU_LEVEL",
-        "RAY_TEMP",
-        "TOKEN",
-        "TOKEN_FILE",
-        "AOT",
-        "DEMO_MODEL",
-        "CLIENTS",
-        "DEPLOY",
-        "FAULT_CASES",
-        "FAULT_STREAMS",
-        "FUZZ",
-        "FUZZ_HTTP_REQUESTS",
-        "FUZZ_REQUESTS",
-        "FUZZ_SEED",
-        "IDLE_FLOOD",
-        "KILLS",
-        "LATE_ROWS_RUNS",
-        "MEMORY",
-        "OVERLOAD",
-        "POOL_CYCLES",
-        "PROPERTY_EXAMPLES",
-        "SEED",
-        "SIMULATION",
-        "TOKENIZERS",
-        "VOCABULARIES",
-        "URL",
-    ]
-)
-# Kubernetes tells each container of each Service, under the Service's name.
-_OF_KUBERNETES = re.compile(r"LEGATO\w*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")
-_ADDRESS_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
+THREADS_PER_CORE = 8  # of a worker at most; more only wait for each other
 
 
 class ServeSettings(AutoscaleFlags, SecurityFlags, EngineFlags, ServiceFlags, BaseSettings):
@@ -126,7 +83,7 @@ class ServeSettings(AutoscaleFlags, SecurityFlags, EngineFlags, ServiceFlags, Ba
             token_file=self.api_token_file,
             reports_load=autoscale is not None,
         )
-        return ServiceConfig(
+        config = ServiceConfig(
             **self._named_alike(ServiceConfig, but=("autoscale",)),
             prefill_workers=self.prefill,
             decode_workers=self.decode,
@@ -138,6 +95,24 @@ class ServeSettings(AutoscaleFlags, SecurityFlags, EngineFlags, ServiceFlags, Ba
             autoscale=autoscale,
             worker_tls=self.worker_tls(),
         )
+        self._check_machine(config)
+        return config
+
+    def _check_machine(self, config: ServiceConfig) -> None:
+        """What needs more than one setting, and Ray for nothing."""
+        for name, ports_of in (("routers", router_ports), ("http_port", http_ports)):
+            try:
+                ports_of(config)
+            except WrongInputError as error:
+                raise SettingError(name, str(error)) from None
+        num_cores = len(os.sched_getaffinity(0))
+        most = THREADS_PER_CORE * num_cores
+        if self.ray_address is None and self.threads is not None and self.threads > most:
+            raise SettingError(
+                "threads",
+                f"is {self.threads}, limit {most}: {THREADS_PER_CORE} for each of this machine's "
+                f"{num_cores} CPUs",
+            )
 
     def _named_alike(self, options: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:  # noqa: ANN401  # a dataclass
         names = {field.name for field in dataclasses.fields(options)}
@@ -173,18 +148,12 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def variable_of(name: str) -> str:
-    """`LEGATO_KV_MEMORY` of kv_memory."""
-    return PREFIX + name.upper()
-
-
 def load(options: Mapping[str, str], path: Path | None) -> Loaded:
     """What is in force: options before variables before the file before defaults.
 
     Raises:
         SettingError: naming where the value stands (as its `name`), the rule, the value.
     """
-    check_variables(os.environ)
     from_file, places = _read_file(path)
 
     class FromAll(ServeSettings):
@@ -225,17 +194,6 @@ def load(options: Mapping[str, str], path: Path | None) -> Loaded:
         raise SettingError(places.get(error.name, option_of(error.name)), str(error)) from None
 
 
-def check_variables(environment: Mapping[str, str]) -> None:
-    """Raises SettingError for a LEGATO_… that means nothing: it is probably misspelt."""
-    known = {variable_of(name) for name in ServeSettings.model_fields} | OTHER_VARIABLES
-    for name, value in environment.items():
-        if not name.upper().startswith(PREFIX) or name.upper() in known:
-            continue
-        if _OF_KUBERNETES.fullmatch(name) or _ADDRESS_OF_KUBERNETES.fullmatch(value):
-            continue
-        raise SettingError(name, f"is no setting of Legato's{did_you_mean(name, known)}")
-
-
 def _read_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     if path is None:
         return {}, {}
@@ -262,8 +220,7 @@ def _read_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _hint(place: str) -> str:
-    value = os.environ.get(place, "")
-    if _ADDRESS_OF_KUBERNETES.fullmatch(value):
+    if is_kubernetes_address(os.environ.get(place, "")):
         return (
             ": Kubernetes sets it for a Service named legato; set enableServiceLinks: false in the "
             "pod, or name the Service otherwise"

@@ -64,7 +64,9 @@ class Text(Form):
     def read(self, text: str) -> str:
         """See Form."""
         if not text:
-            raise ValueError(f"must be {self.metavar.lower()}, got nothing")
+            *others, last = self.metavar.lower().split("|")
+            wanted = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"must not be empty: give {wanted}")
         return text
 
 

@@ -24,10 +24,17 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
+def _config_path(text: str) -> Path:
+    if not text.strip():  # which would be the folder where the command runs
+        raise typer.BadParameter("must not be empty: give the name of a YAML file")
+    return Path(text)
+
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
         envvar="LEGATO_CONFIG",
+        parser=_config_path,
         metavar="FILE",
         help="A YAML file of settings, named as the options with _ for -. Options go before "
         "variables (LEGATO_KV_MEMORY), and these before the file.",

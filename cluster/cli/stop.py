@@ -20,6 +20,7 @@ from legato.cluster.cli.status import ask
 from legato.cluster.errors import ServiceError
 
 if TYPE_CHECKING:
+    import grpc
     import psutil
 
     from legato.protos import cluster_pb2
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 # After the drain: workers stop, Ray ends.
 STOP_SLACK_S = 30.0
+MOST_DRAIN_S = 600.0
 
 
 def stop(
     drain: Annotated[
-        float, typer.Option(min=0, max=600, help="Seconds that running requests have.")
+        float, typer.Option(min=0, max=MOST_DRAIN_S, help="Seconds that running requests have.")
     ] = 10.0,
     address: AddressOption = None,
     port: PortOption = None,
@@ -54,37 +56,67 @@ def stop(
         stub = cluster_pb2_grpc.ClusterStub(channel)
         now = stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
         owner = _owner_process(now)
-        stub.Shutdown(cluster_pb2.ShutdownRequest(drain_timeout_s=drain), timeout=CALL_TIMEOUT_S)
-    began_s, bound_s = time.monotonic(), drain + STOP_SLACK_S
-    deadline_s = began_s + bound_s
-    num_running, was_cut = now.router.in_flight + now.router.queued, False
+        request = cluster_pb2.ShutdownRequest(drain_timeout_s=drain, wait=True)
+        ending = stub.Shutdown.future(request, timeout=MOST_DRAIN_S + STOP_SLACK_S)
+        num_cut = _await_end(where, owner, ending, drain)
+    requests = "request was" if num_cut == 1 else "requests were"
+    print(f"stopped; {num_cut} running {requests} cut" if num_cut else "stopped")
+
+
+def _await_end(
+    where: str,
+    owner: psutil.Process | None,
+    ending: grpc.Future[cluster_pb2.ShutdownResponse],
+    drain_s: float,
+) -> int:
+    """Returns how many requests were cut, when the port is closed and the process is gone.
+
+    Raises:
+        ServiceError: they are not within the bound: of the drain, or of a later one.
+        RpcError: the end was refused.
+    """
+    bound_s = drain_s + STOP_SLACK_S
+    began_s = time.monotonic()
     while (open_ := is_open(where, 1.0)) or _lives(owner):
-        if time.monotonic() > deadline_s:
+        if ending.done():
+            _num_cut(ending)  # raises where it was refused
+        if time.monotonic() > began_s + bound_s:
             what = f"{where} still accepts connections" if open_ else ""
             if owner is not None and _lives(owner):
                 what = f"process {owner.pid} still runs"
-            raise ServiceError(f"the service did not end within {bound_s:g} s: {what}")
-        # The port closes when all have ended, or when the drain is over and the rest is cut.
-        is_over = time.monotonic() - began_s >= drain
-        was_cut |= open_ and is_over
-        if open_ and not is_over:
-            num_running = _num_running(where, num_running)
+            raise ServiceError(f"the service did not end within {bound_s:.0f} s: {what}")
+        if open_:  # somebody may have given running requests more time
+            left_s = _drain_left_s(where)
+            bound_s = max(
+                bound_s, time.monotonic() - began_s + left_s + STOP_SLACK_S * bool(left_s)
+            )
         time.sleep(POLL_S)
-    cut = num_running if was_cut or not drain else 0
-    requests = "request was" if cut == 1 else "requests were"
-    print(f"stopped; {cut} running {requests} cut after {drain:g} s" if cut else "stopped")
+    return _num_cut(ending)
 
 
-def _num_running(where: str, before: int) -> int:
-    """Of all routers at `where`, as they say while they drain; `before` once none answers."""
-    counts = []
+def _num_cut(ending: grpc.Future[cluster_pb2.ShutdownResponse]) -> int:
+    import grpc
+
+    try:
+        return int(ending.result(timeout=1.0).num_cut)
+    except grpc.FutureTimeoutError:
+        return 0
+    except grpc.RpcError as error:
+        gone = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        if isinstance(error, grpc.Call) and error.code() in gone:  # its process was killed
+            return 0
+        raise
+
+
+def _drain_left_s(where: str) -> float:
+    """The most that any router at `where` tells; 0 where none drains, or none answers."""
+    left_s = 0.0
     for address in where.split(","):
         try:
-            router = ask(address).router
+            left_s = max(left_s, ask(address).router.drain_left_s)
         except ServiceError:  # it has ended
             continue
-        counts.append(router.in_flight + router.queued)
-    return sum(counts) if counts else before
+    return left_s
 
 
 def _owner_process(answer: cluster_pb2.GetStatusResponse) -> psutil.Process | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from legato.cluster.cli.answer import percentile
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
     from legato.cluster.cli.answer import Answer
 
@@ -17,26 +17,33 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
     if answer.finish is None:
         raise ValueError("the answer has not finished")
     usage, times = answer.finish.usage, answer.finish.timings
+    # Of an answer that moved, prefill is more than once: no part of its first token's time.
+    num_replays = times.attempts - 1 - times.retargets
+    part = "  " if times.attempts <= 1 and not times.preemptions else ""
     rows = [
         ("time to first token", _ms(times.ttft_s), "on the router's clock"),
-        ("  queue", _ms(times.queue_s), "tokenising included"),
-        ("  ticket", _ms(times.ticket_s), "decode promises KV room"),
+        (f"{part}queue", _ms(times.queue_s), "tokenising included"),
+        (f"{part}ticket", _ms(times.ticket_s), "decode promises KV room"),
         (
-            "  prefill",
+            f"{part}prefill",
             _ms(times.prefill_s),
             f"the model {_ms(times.prefill_model_s)}",
         ),
         (
             "hand-off",
             _ms(times.handoff_s),
-            f"the end of {_ms(times.kv_transfer_s)} that began with prefill"
-            if times.kv_transfer_s
-            else "",
+            f"of {_ms(times.kv_transfer_s)} that began with prefill" if times.kv_transfer_s else "",
         ),
         ("decode", _ms(times.decode_s), f"the model {_ms(times.decode_model_s)}"),
     ]
+    if num_replays > 0:
+        rows.append(("  moved", _count(num_replays), "after a loss: KV was computed again"))
+    if times.retargets > 0:
+        rows.append(("  sent again", _count(times.retargets), "to another decode worker"))
+    if times.moves:
+        rows.append(("  moved with KV", _count(times.moves), "its decode worker drained"))
     if times.preemptions:  # it stood still meanwhile
-        rows.append(("  preempted", f"{times.preemptions} times", "for want of KV room"))
+        rows.append(("  preempted", _count(times.preemptions), "for want of KV room"))
     rows += [
         ("delivery", _ms(times.delivery_s), ""),
         ("total", _ms(times.total_s), ""),
@@ -68,17 +75,24 @@ def timing_rows(answer: Answer) -> list[tuple[str, str, str]]:
     return rows
 
 
-def timing_table(answer: Answer) -> Table:
-    """The rows, for a terminal."""
-    from rich.table import Table
+def timing_table(answer: Answer) -> Text:
+    """The rows, for a terminal or a file: nothing is wrapped, no line ends in blanks."""
+    from rich.text import Text
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim")
-    for row in timing_rows(answer):
-        table.add_row(*row)
-    return table
+    rows = timing_rows(answer)
+    name_width, figure_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    text = Text(no_wrap=True)
+    for name, figure, remark in rows:
+        text.append(f"{name:<{name_width}}  {figure:>{figure_width}}")
+        if remark:
+            text.append(f"  {remark}", style="dim")
+        text.append("\n")
+    text.right_crop(1)
+    return text
+
+
+def _count(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _ms(seconds: float) -> str:

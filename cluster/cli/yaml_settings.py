@@ -39,6 +39,8 @@ def read_settings(path: Path) -> dict[str, FileValue]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
+    except IsADirectoryError:
+        raise ValueError(f"{path}: is a folder; give the name of a YAML file") from None
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read: {error.strerror}; see docs/configuration.md for what "

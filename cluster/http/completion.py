@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from legato.cluster.client_events import FINISH_REASONS
+from legato.cluster.errors import invalid
 from legato.cluster.http.token_logprobs import joined
 from legato.cluster.http.usage import UsageCount
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from legato.cluster.request import RequestSpec
     from legato.cluster.text.model_text import ModelText
     from legato.protos import generation_pb2
+
+MAX_ECHOED = 1 << 22  # tokens of prompts in one answer's body, and their logprobs
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Completion:
         self.wanted = wanted
         self.created = int(time.time())
         self.usage = UsageCount()
+        self._num_echoed = 0
         self._text = text
         self._specs: dict[int, RequestSpec] = {}
         self._prompt_logprobs: dict[int, Sequence[Any]] = {}
@@ -82,7 +86,21 @@ class Completion:
         ]
 
     def begin(self, prompt: int, spec: RequestSpec) -> None:
-        """What the router made of a prompt."""
+        """What the router made of a prompt.
+
+        Raises:
+            RequestError: its echoes, with those of the prompts before, are more than one body may
+                hold: each answer has its own.
+        """
+        wanted = self.wanted
+        if wanted.echo:
+            each = 1 + (spec.prompt_logprobs or 0) + 1 if wanted.logprobs else 1
+            self._num_echoed += len(spec.prompt_token_ids) * wanted.num_answers * each
+            if self._num_echoed > MAX_ECHOED:
+                raise invalid(
+                    f"n is {wanted.num_answers}, which with echo makes {self._num_echoed} tokens "
+                    f"and logprobs of prompts, limit {MAX_ECHOED}"
+                )
         self._specs[prompt] = spec
         self.usage.prompt_tokens += len(spec.prompt_token_ids)
 

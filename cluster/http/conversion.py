@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from legato.cluster.client_requests import PRIORITIES
 from legato.cluster.http.error_response import wrong_field
+from legato.cluster.request import MAX_N
 from legato.protos import common_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from legato.cluster.http.completion_fields import CompletionFields
     from legato.cluster.http.shared_fields import ResponseFormat, SharedFields
 
+MAX_CHOICES = 256  # answers to all prompts of one request
 # Those that are called the same in SamplingParams.
 _SCALARS = (
     "temperature",
@@ -53,8 +55,9 @@ def completion_requests(fields: CompletionFields) -> list[generation_pb2.Generat
     """One a prompt, without ids.
 
     Raises:
-        RequestError: two fields are at odds.
+        RequestError: two fields are at odds, or ask for too many answers together.
     """
+    _check_num_choices(len(fields.prompt), fields.n)
     shared = _request(fields)
     if fields.logprobs is not None:
         shared.sampling.logprobs = fields.logprobs
@@ -71,6 +74,15 @@ def completion_requests(fields: CompletionFields) -> list[generation_pb2.Generat
             request.token_ids.SetInParent()
         requests.append(request)
     return requests
+
+
+def _check_num_choices(num_prompts: int, n: int | None) -> None:
+    """Each is within its own limit; together they are the work."""
+    if n is not None and 1 <= n <= MAX_N and num_prompts * n > MAX_CHOICES:
+        raise invalid(
+            f"n is {n}, limit {MAX_CHOICES // num_prompts}: prompt has {num_prompts}, and a "
+            f"request has at most {MAX_CHOICES} answers to all of them"
+        )
 
 
 def _request(fields: SharedFields) -> generation_pb2.GenerateRequest:

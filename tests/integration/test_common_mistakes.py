@@ -83,9 +83,9 @@ def gated_id(_: Path, tmp_path: Path) -> tuple[str, str, str]:
 
 
 def too_little_memory(model: Path, _: Path) -> tuple[str, str, str]:
-    words = ("--port", "0", "--threads", "1", "--kv-memory", "900TiB")
-    line = one_line("serve", "--model", str(model), *words, code=1)
-    return line, "kv_memory_bytes is 989560464998400, limit ", "--kv-memory"
+    words = ("--port", "0", "--threads", "1", "--kv-memory", "900TiB", "--device", "cpu")
+    line = one_line("serve", "--model", str(model), *words, code=2)
+    return line, "--kv-memory is 989560464998400 bytes, limit ", "--kv-memory"
 
 
 def port_taken(model: Path, _: Path) -> tuple[str, str, str]:

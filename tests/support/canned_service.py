@@ -34,6 +34,7 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
         self.ready = True
         self.has_template = True
         self.hangs_before: int | None = None  # which token
+        self.refusal = ""  # what is wrong with every request
         self.drain_timeout_s: float | None = None
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
@@ -51,7 +52,9 @@ class CannedService(cluster_pb2_grpc.ClusterServicer, generation_pb2_grpc.Genera
     ) -> Iterator[generation_pb2.GenerateResponse]:
         self.requests.append(request)
         if request.sampling.temperature < 0:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature is -1")
+            self.refusal = "sampling.temperature is -1, limit [0, 100]"
+        if self.refusal:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
         for index, word in enumerate(("two ", "wörds")):
             if index == self.hangs_before:
                 ended = threading.Event()

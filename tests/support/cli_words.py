@@ -7,7 +7,7 @@ from typing import Any
 
 import typer.main
 
-from legato.cluster.cli import main as cli
+from legato.cluster.cli import app as cli
 from legato.cluster.cli.serve_settings import ServeSettings, load
 
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]

@@ -180,7 +180,9 @@ class FakeControl:
         return self.autoscaler_told
 
 
-def fake_router(options: RouterOptions, control: FakeControl) -> Router:
+def fake_router(
+    options: RouterOptions, control: FakeControl, started_at: float | None = None
+) -> Router:
     """Not started."""
     return Router(
         options,
@@ -190,6 +192,7 @@ def fake_router(options: RouterOptions, control: FakeControl) -> Router:
         version="0",
         owner_pid=7,
         owner_host="here",
+        started_at=started_at,
         parse=fake_parse,
         new_answer=FakeAnswerText,
     )

@@ -23,7 +23,7 @@ from legato.cluster.batch.batch_endpoint import BatchEndpoint, OutOfTimeError
 from legato.cluster.batch.batch_input import BatchInput, BatchLine
 from legato.cluster.batch.batch_output import BatchOutput
 from legato.cluster.batch.batch_run import run_batch
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,12 +61,17 @@ async def run(
     *,
     concurrency: int = 8,
     limit_s: float | None = None,
+    retries_errors: bool = False,
 ) -> int:
     """Returns how many lines ran out of time."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     with (
         BatchInput(requests) as lines,
-        BatchOutput(output, {ref.custom_id for ref in lines.lines}) as finished,
+        BatchOutput(
+            output,
+            {ref.custom_id: ref.request_hash for ref in lines.lines},
+            retries_errors=retries_errors,
+        ) as finished,
     ):
         async with BatchEndpoint([url], concurrency, deadline_s, None) as endpoint:
             outcome = await run_batch(
@@ -135,6 +140,40 @@ async def test_errors_of_a_line_are_its_own_and_final(tmp_path: Path) -> None:
         await run(requests, output, service.url)
         assert output.read_bytes() == before, "a finished line was sent again"
         assert service.service.router.counters.completed == 1
+
+
+async def test_lines_that_were_changed_are_not_taken_for_done(tmp_path: Path) -> None:
+    """An error's line is asked again once its request is another; an answer's is told of."""
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    async with http_service() as service:
+        write(requests, [line("a"), line("b", foo=1), line("c", foo=1)])
+        await run(requests, output, service.url)
+        before = records(output)
+        output.chmod(0o640)
+        # As written by others: keys in another order, white space.
+        mended = [dict(reversed(line("a").items())), line("b"), line("c", foo=1)]
+        requests.write_text("".join(json.dumps(item, indent=None) + " \n" for item in mended))
+        await run(requests, output, service.url)
+        after = records(output)
+        assert {key: r["response"]["status_code"] for key, r in after.items()} == {
+            "a": 200,
+            "b": 200,
+            "c": 400,
+        }
+        assert (after["a"], after["c"]) == (before["a"], before["c"]), "they were asked again"
+        assert output.stat().st_mode & 0o777 == 0o640
+        assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+        whole = output.read_bytes()
+        write(requests, [line("a", "another"), line("b"), line("c", foo=1)])
+        with pytest.raises(WrongInputError, match="custom_id 'a' has the answer to another"):
+            await run(requests, output, service.url, retries_errors=True)
+        assert output.read_bytes() == whole
+        write(requests, mended)
+        await run(requests, output, service.url, retries_errors=True)
+        again = records(output)
+        assert again["c"]["response"]["status_code"] == 400
+        assert again["c"]["id"] != after["c"]["id"], "it was not asked again"
+        assert (again["a"], again["b"]) == (after["a"], after["b"])
 
 
 async def test_a_run_goes_on_behind_a_line_that_was_cut(tmp_path: Path) -> None:
@@ -290,17 +329,17 @@ def test_another_file_is_never_written_into(tmp_path: Path, text: str, sentence:
     path = tmp_path / "out.jsonl"
     path.write_text(text)
     with pytest.raises(ServiceError, match=sentence):
-        BatchOutput(path, {"a"})
+        BatchOutput(path, {"a": "0"})
     assert path.read_text() == text
 
 
 def test_one_process_has_the_output_at_a_time(tmp_path: Path) -> None:
     with (
-        BatchOutput(tmp_path / "out.jsonl", {"a"}),
+        BatchOutput(tmp_path / "out.jsonl", {"a": "0"}),
         pytest.raises(ServiceError, match="another process writes"),
     ):
-        BatchOutput(tmp_path / "out.jsonl", {"a"})
-    with BatchOutput(tmp_path / "out.jsonl", {"a"}):
+        BatchOutput(tmp_path / "out.jsonl", {"a": "0"})
+    with BatchOutput(tmp_path / "out.jsonl", {"a": "0"}):
         pass
 
 
@@ -308,7 +347,7 @@ def test_a_full_disk_leaves_no_part_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_write = os.write
-    with BatchOutput(tmp_path / "out.jsonl", {"a", "b"}) as output:
+    with BatchOutput(tmp_path / "out.jsonl", {"a": "0", "b": "1"}) as output:
         output.add("a", 200, "r", {})
         monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[: len(data) // 2]))
         with pytest.raises(ServiceError, match="no space left"):
@@ -354,7 +393,7 @@ async def test_the_command_asks_the_service_for_its_http_endpoint(tmp_path: Path
         code, said = await command("batch", *to, "--url", f"http://{at}")
         assert code == 1
         assert "speaks no HTTP (illegal request line)" in said
-        assert f"say --address {at}" in said
+        assert said.endswith(f"gRPC port, say --address {at} in the place of --url\n")
         web = service.url.removeprefix("http://")
         code, said = await command("generate", "hello", "--raw", "--address", web)
         assert code == 1
@@ -406,15 +445,21 @@ async def test_the_command_tells_in_its_exit_code_how_it_went(tmp_path: Path) ->
     async with http_service(decode=decode) as service:
         words = (str(requests), "-o", str(output))
         code, text = await command("batch", *words, env={"LEGATO_URL": f"{service.url}/v1"})
-        assert (code, "1 lines have errors" in text) == (1, True), text
+        assert (code, "1 line has an error: mend" in text) == (1, True), text
+        assert "--retry-errors asks all of them again" in text
+        code, text = await command("batch", *words, "--retry-errors", "--url", service.url)
+        assert (code, "1 line with errors is asked again" in text) == (1, True), text
         long = write(tmp_path / "long.jsonl", [line("a", max_tokens=400)])
         late = ("-o", str(tmp_path / "late.jsonl"), "--url", service.url, "--deadline", "2s")
         code, text = await command("batch", str(long), *late)
-        assert (code, "the deadline came before 1 lines" in text) == (3, True), text
+        assert (code, "the deadline came before 1 line;" in text) == (3, True), text
     code, text = await command("batch", *words, "--url", "http://127.0.0.1:9")
     assert code == 1  # all lines are finished: nobody has to be asked
     code, text = await command("batch", str(requests), "-o", str(requests))
-    assert (code, "is the file of requests itself" in text) == (1, True)
+    assert (code, "is the file of requests itself" in text) == (2, True)
+    requests.write_text("x")
+    code, text = await command("batch", *words)
+    assert (code, "line 1: it is no JSON" in text) == (2, True)
     code, text = await command("batch", *words, "--deadline", "soon")
     assert (code, "must be a time such as" in text) == (2, True)
     code, text = await command("batch", *words, "--url", "somewhere")
@@ -436,5 +481,5 @@ async def test_an_interrupted_run_ends_its_requests(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             _, text = await process.communicate()
         assert process.returncode == 130
-        assert b"0 of 1 lines done" in text
+        assert b"0 of 1 line done" in text
         await service.service.settle()

@@ -14,7 +14,7 @@ import pytest
 from canned_service import CannedService, Runner
 
 from legato.cluster.cli import connection
-from legato.cluster.cli import main as cli
+from legato.cluster.cli.app import COMMANDS
 from legato.cluster.cli.connection import AddressOption, PortOption, connect
 from legato.cluster.cli.json_form import json_dict
 from legato.cluster.cli.scale import parse_targets
@@ -254,7 +254,7 @@ LOCAL = {"serve", "config", "doctor", "certs", "demo", "profile", "plan"}
 
 
 def test_every_command_that_asks_a_service_is_told_where_in_the_same_words() -> None:
-    for name, module in cli.COMMANDS.items():
+    for name, module in COMMANDS.items():
         command = getattr(import_module(f"legato.cluster.cli.{module}"), name)
         hints = get_type_hints(command, include_extras=True)
         asked = {word: hints.get(word) for word in ("address", "port")}

@@ -97,15 +97,51 @@ def test_generate_prints_several_answers_apart(
 
 
 def test_a_refusal_of_several_answers_prints_none(run: Runner, capsys: Captured) -> None:
-    assert run("generate", "hello", "--n", "2", "--temperature", "-1") == 1
+    assert run("generate", "hello", "--n", "2", "--temperature", "-1") == 2
     assert capsys.readouterr().out == ""
 
 
 def test_a_refusal_is_one_line_on_stderr(run: Runner, capsys: Captured) -> None:
-    assert run("generate", "hello", "--temperature", "-1") == 1
+    assert run("generate", "hello", "--temperature", "-1") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "legato: INVALID_ARGUMENT: sampling.temperature is -1\n"
+    assert captured.err == "legato: --temperature is -1, limit [0, 100]\n"
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        ("sampling.stop[1] is empty", "--stop is empty"),
+        ("sampling.guide.json_schema is no JSON", "--json-schema is no JSON"),
+        ("guide.regex is '('", "--regex is '('"),
+        ("sampling.guide.choice.texts[3] is empty", "--choice is empty"),
+        ("sampling.max_tokens is 9, limit 4", "--max-tokens is 9, limit 4"),
+        ("messages[0].content is empty", "messages[0].content is empty"),
+    ],
+)
+def test_a_refused_field_is_told_of_as_the_option_that_was_typed(
+    run: Runner, service: CannedService, capsys: Captured, details: str, said: str
+) -> None:
+    service.refusal = details
+    assert run("generate", "hello") == 2
+    assert capsys.readouterr().err == f"legato: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--regex", "a", "--choice", "b"],
+        ["--json-schema", "no/such/file"],
+        ["--raw", "--system", "s"],
+        ["--token-file", "no/such/file"],
+    ],
+)
+def test_options_that_cannot_be_are_the_callers_mistake(
+    run: Runner, service: CannedService, capsys: Captured, words: list[str]
+) -> None:
+    assert run("generate", "hello", *words) == 2
+    assert words[0 if words[0] != "--raw" else 1] in capsys.readouterr().err
+    assert not service.requests
 
 
 @pytest.mark.parametrize(
@@ -139,7 +175,7 @@ def test_a_number_that_no_request_can_hold_is_refused_by_name(
 def test_text_that_is_no_utf8_is_refused(
     run: Runner, capsys: Captured, words: list[str], name: str
 ) -> None:
-    assert run("generate", *words) == 1
+    assert run("generate", *words) == 2
     assert capsys.readouterr().err.startswith(f"legato: {name} is no UTF-8 text")
 
 
@@ -158,7 +194,7 @@ def test_a_prompt_that_cannot_be_read_is_said(
     complaint: str,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert run("generate", "-") == 1
+    assert run("generate", "-") == 2
     assert capsys.readouterr().err.startswith(f"legato: {complaint}")
 
 

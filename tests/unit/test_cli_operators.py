@@ -55,6 +55,9 @@ class CannedCluster(cluster_pb2_grpc.ClusterServicer):
         self.looks_until_gone = 2
         self.closes_after = -1  # looks after Shutdown; -1: with it
         self.ending = False
+        self.num_cut = 0
+        self.drain_left_s: float | None = None
+        self.drains_for_s = 0.0
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -78,7 +81,9 @@ class CannedCluster(cluster_pb2_grpc.ClusterServicer):
             model="m",
             ready=True,
             pools=[cluster_pb2.PoolStatus(role=PREFILL, target=1, ready=1), pool],
-            router=cluster_pb2.RouterStatus(in_flight=self.in_flight, queued=4),
+            router=cluster_pb2.RouterStatus(
+                in_flight=self.in_flight, queued=4, drain_left_s=self.drain_left_s
+            ),
         )
 
     def DrainWorker(  # noqa: N802  # gRPC's spelling
@@ -106,7 +111,10 @@ class CannedCluster(cluster_pb2_grpc.ClusterServicer):
         self.ending = True
         if self.closes_after < 0:
             self.server.stop(0.2)
-        return cluster_pb2.ShutdownResponse()
+        else:
+            time.sleep(self.drains_for_s)
+            self.server.stop(0.2)
+        return cluster_pb2.ShutdownResponse(num_cut=self.num_cut if request.wait else None)
 
 
 @pytest.fixture
@@ -191,10 +199,11 @@ def test_scale_as_json(
 
 
 @pytest.mark.parametrize(
-    ("drain_s", "in_flight", "told"),
+    ("drain_s", "num_cut", "told"),
     [
-        ("0", 3, "stopped; 7 running requests were cut after 0 s\n"),
-        ("60", 3, "stopped\n"),  # it ended before: they had all finished
+        ("0", 7, "stopped; 7 running requests were cut\n"),
+        ("3", 1, "stopped; 1 running request was cut\n"),
+        ("60", 0, "stopped\n"),
     ],
 )
 def test_stop_says_how_many_requests_were_cut(
@@ -202,10 +211,10 @@ def test_stop_says_how_many_requests_were_cut(
     cluster: CannedCluster,
     capsys: Captured,
     drain_s: str,
-    in_flight: int,
+    num_cut: int,
     told: str,
 ) -> None:
-    cluster.in_flight = in_flight
+    cluster.num_cut = num_cut
     assert run(monkeypatch, cluster, "stop", "--drain", drain_s) == 0
     assert capsys.readouterr().out == told
 
@@ -220,20 +229,14 @@ def test_stop_takes_a_slow_end_of_the_process_for_no_cut(
     assert capsys.readouterr().out == "stopped\n"
 
 
-def test_stop_counts_those_that_are_left_when_the_drain_is_over(
+def test_stop_waits_where_somebody_gives_more_time_meanwhile(
     monkeypatch: pytest.MonkeyPatch, cluster: CannedCluster, capsys: Captured
 ) -> None:
-    cluster.closes_after = 10**6
-
-    def end_of_two() -> None:
-        cluster.in_flight = -3  # queued are 4
-        closing.start()
-
-    closing = threading.Timer(1.0, lambda: cluster.server.stop(0).wait(5))
-    threading.Timer(0.3, end_of_two).start()
-    assert run(monkeypatch, cluster, "stop", "--drain", "1") == 0
-    closing.join()
-    assert capsys.readouterr().out == "stopped; 1 running request was cut after 1 s\n"
+    monkeypatch.setattr(stop_command, "STOP_SLACK_S", 0.5)
+    cluster.closes_after, cluster.drains_for_s = 10**6, 2.0
+    cluster.drain_left_s, cluster.num_cut = 60.0, 1
+    assert run(monkeypatch, cluster, "stop", "--drain", "0.5") == 0
+    assert capsys.readouterr().out == "stopped; 1 running request was cut\n"
 
 
 # --- top ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.cluster.cli.main import COMMANDS
+from legato.cluster.cli.app import COMMANDS
 from legato.cluster.cli.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,33 @@ def test_a_command_loads_nothing_heavy(words: tuple[str, ...]) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (("status",), "typer"),
+        (("status",), "legato.cluster.cli.status"),
+        (("serve", "--model", "m"), "pydantic"),
+        (("generate", "hi"), "legato.protos.common_pb2"),
+    ],
+)
+def test_an_early_interrupt_is_quiet(words: tuple[str, ...], module: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        f"sys.argv = ['legato', *{words!r}]\n"
+        "from legato.cluster.cli.main import main\n"
+        "main()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr.strip()) == (130, "", "")
 
 
 def test_a_misspelt_command_and_option_get_the_right_one() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -73,6 +76,10 @@ def run(service: CannedService, monkeypatch: pytest.MonkeyPatch) -> Runner:
         (["--decode", "0"], "--decode: 0 serves nothing, whatever --prefill is: it needs a"),
         (["--prefill", "0", "--decode", "3"], "--prefill: 0 serves nothing"),
         (["--block-size", "0"], "must be a whole number at least 1, got '0' (see"),
+        (["--threads", "10000"], "--threads: must be a whole number in [1, 1024], got '10000'"),
+        (["--threads", "1024"], "--threads: is 1024, limit "),
+        (["--port", "65000"], "--http-port: the HTTP endpoint needs the port 66000; the last port"),
+        (["--http-port", "50051"], "--http-port: port 50051 is asked for twice, by --port and by "),
         (["--port", "70000"], "must be a whole number in [0, 65535], got '70000' (see"),
         (["--admission-risk", "much"], "must be a number in [0, 1), got 'much' (see"),
         (["--request-log", "/dev/null/x"], "cannot append to '/dev/null/x': Not a directory"),
@@ -94,6 +101,44 @@ def test_serve_on_a_taken_port_says_what_to_do(run: Runner, capsys: Captured) ->
         f"legato: port {run.port} on 127.0.0.1 is in use; choose another with --port, or end the "
         f"service there with `legato stop --port {run.port}`\n"
     )
+
+
+@contextmanager
+def web_server(body: bytes) -> Iterator[int]:
+    """Says `body` to whoever asks; the port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # http.server's
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("body", "way_out"),
+    [
+        (b"<html>", ""),
+        (b'{"status": "ok"}', ""),
+        (b'{"grpc_port": 7}', ", or end the service whose HTTP port it is with `legato stop --po"),
+    ],
+)
+def test_only_a_service_is_told_to_be_stopped(body: bytes, way_out: str) -> None:
+    with web_server(body) as port, pytest.raises(ServiceError) as raised:
+        check_port("127.0.0.1", port)
+    said = str(raised.value)
+    assert said.startswith(
+        f"port {port} on 127.0.0.1 is in use; choose another with --port{way_out}"
+    )
+    assert ("legato stop" in said) == bool(way_out)
 
 
 def test_check_port() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from legato.cluster.cli.answer import Answer, InTurn, percentile, read_answer
-from legato.cluster.cli.timing_table import timing_rows
+from legato.cluster.cli.timing_table import timing_rows, timing_table
 from legato.cluster.client import Finished, Tokens
 from legato.protos import generation_pb2
 
@@ -67,3 +70,31 @@ def test_the_decode_rate_is_not_that_at_which_a_late_client_found_the_tokens() -
     answer = Answer(token_ids=[1, 2, 3], token_times_s=[0.9, 0.9, 0.900001], finish=finish)
     rows = {row[0]: row[1] for row in timing_rows(answer)}
     assert rows["decode rate"] == "4.0 tokens/s"
+
+
+def test_the_phases_of_an_answer_that_moved_are_no_parts_of_its_first_tokens_time() -> None:
+    finish = generation_pb2.Finish()
+    times = finish.timings
+    times.attempts, times.retargets, times.moves = 3, 1, 2
+    times.ttft_s, times.prefill_s, times.decode_s, times.total_s = 0.2699, 0.3292, 1.0, 1.3292
+    rows = timing_rows(Answer(finish=finish))
+    names = [name for name, _, _ in rows]
+    assert names[:4] == ["time to first token", "queue", "ticket", "prefill"]
+    assert ("  moved", "once", "after a loss: KV was computed again") in rows
+    assert ("  sent again", "once", "to another decode worker") in rows
+    assert ("  moved with KV", "2 times", "its decode worker drained") in rows
+    times.Clear()
+    times.attempts = 1
+    names = [name for name, _, _ in timing_rows(Answer(finish=finish))]
+    assert names[:4] == ["time to first token", "  queue", "  ticket", "  prefill"]
+    assert "  moved" not in names
+
+
+def test_no_line_of_the_table_is_wrapped_or_ends_in_blanks() -> None:
+    finish = generation_pb2.Finish()
+    finish.timings.kv_transfer_s = 123.456
+    out = io.StringIO()
+    Console(file=out, width=40).print(timing_table(Answer(finish=finish)), soft_wrap=True)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == len(timing_rows(Answer(finish=finish)))
+    assert all(line == line.rstrip() for line in lines)

@@ -47,6 +47,14 @@ def test_who_asks_is_told_once_which_workers_were_lost() -> None:
     assert world.controller.take_news() == []
     world.controller.on_dead("decode-2", "no memory", 51.0)  # it never served
     assert world.controller.take_news() == []
+    world.controller.step(60.0)
+    world.ready("decode-3", now_s=61.0)
+    assert world.controller.take_news() == [
+        "decode worker id-decode-3 is ready in the place of a lost one"
+    ]
+    world.controller.set_targets({"decode": 2}, 62.0)
+    world.ready("decode-4", now_s=63.0)
+    assert world.controller.take_news() == []
 
 
 def test_an_early_death_is_replaced_after_a_back_off() -> None:

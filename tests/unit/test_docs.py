@@ -14,8 +14,9 @@ import pytest
 import typer.main
 import yaml
 
-from legato.cluster.cli import main as cli
-from legato.cluster.cli.serve_settings import OTHER_VARIABLES, ServeSettings, variable_of
+from legato.cluster.cli import app as cli
+from legato.cluster.cli.serve_settings import ServeSettings
+from legato.cluster.cli.variables import OTHER_VARIABLES, variable_of
 from legato.cluster.metrics.catalogue import METRICS as CATALOGUE
 from legato.protos import common_pb2, generation_pb2
 

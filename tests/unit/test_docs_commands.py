@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from legato.cluster.cli import main as cli
+from legato.cluster.cli import app as cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer.main
 
-from legato.cluster.cli import main as cli
+from legato.cluster.cli import app as cli
 from legato.protos import cluster_pb2, generation_pb2, kv_transfer_pb2, worker_pb2
 from legato.worker.kv.cache import KvShape
 

@@ -357,3 +357,17 @@ async def test_a_response_format_is_a_guide(path: str) -> None:
         guides = [call.sampling.guide for call in service.service.prefills[0].prefills]
     assert json.loads(guides[0].json_schema) == schema
     assert guides[1].json_object
+
+
+async def test_echoes_of_one_request_are_bounded_together() -> None:
+    decode = FakeWorker("decode", total_blocks=40_000)
+    async with http_service(FakeWorker("prefill", total_blocks=40_000), decode) as service:
+        fields = asked(1, prompt=["x" * 17_000] * 2, n=2, echo=True)
+        response = await service.post(TEXT, **fields)
+        assert response.status_code == 200
+        status, error = await service.refused(TEXT, **(fields | {"n": 127}))
+        assert (status, error["param"]) == (400, "n")
+        assert (
+            "which with echo makes 4318000 tokens and logprobs of prompts, limit 4194304"
+            in (error["message"])
+        )

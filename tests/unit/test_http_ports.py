@@ -10,7 +10,7 @@ from serve_configs import note_configs
 from typer.testing import CliRunner
 
 from legato.cluster.actors.plans import RouterPlan
-from legato.cluster.cli.main import build_app
+from legato.cluster.cli.app import build_app
 from legato.cluster.config import RouterOptions, ServiceConfig
 from legato.cluster.errors import ServiceError
 from legato.cluster.router_ports import check_port, http_ports

@@ -106,6 +106,8 @@ async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, senten
         (TEXT, {"prompt": [2**31]}, "prompt[0] is 2147483648"),
         (TEXT, {"prompt": [[[1]]]}, "prompt[0][0] is [1]"),
         (TEXT, {"prompt": ["a"] * 257}, "prompt has 257 prompts, limit 256"),
+        (TEXT, {"prompt": ["a"] * 3, "n": 86}, "n is 86, limit 85: prompt has 3, and a request"),
+        (TEXT, {"prompt": [[1]] * 256, "n": 128}, "n is 128, limit 1: prompt has 256, and"),
         (TEXT, {"prompt": "a", "logprobs": True}, "logprobs is True"),
         (CHAT, {}, "messages is not set"),
         (CHAT, {"messages": []}, "messages"),

@@ -44,6 +44,7 @@ class CannedRay:
         self.reason = ""
         self.news: list[str] = []
         self.head_lost = False
+        self.told: list[int] = []  # to whom waits for the end
         self.num_running = 0  # when the drain is over
         self.num_tended = 0
         self.asked: float | None = None
@@ -59,7 +60,8 @@ class CannedRay:
         return news
 
     def end_asked(self) -> float | None:
-        return self.asked
+        asked, self.asked = self.asked, None
+        return asked
 
     def begin_drain(self, drain_timeout_s: float) -> list[str]:
         self.log.append(f"drain {drain_timeout_s:g}")
@@ -69,7 +71,8 @@ class CannedRay:
         assert calls == ["drain"]
         return self.num_running
 
-    def begin_stop(self) -> list[str]:
+    def begin_stop(self, num_cut: int) -> list[str]:
+        self.told.append(num_cut)
         self.log.append("stop workers")
         return ["stop"]
 
@@ -218,7 +221,44 @@ def test_a_second_signal_hurries(owner: Owner, ray: CannedRay) -> None:
     ray.never_done = True
     ray.on_wait = lambda: os.kill(os.getpid(), signal.SIGINT)
     owner.end(drain_s)
-    assert ray.log == [f"drain {DRAIN_S:g}", "stop workers", "close"]
+    assert ray.log == [f"drain {DRAIN_S:g}", "drain 0", "stop workers", "close"]
+
+
+def test_a_second_signal_cuts_at_once_and_says_how_many(stop: StopSignal, ray: CannedRay) -> None:
+    progress = Quiet()
+    owner = Owner(ServiceConfig(model="m"), progress, stop)
+    owner._ray = ray  # type: ignore[assignment]  # stands in for RayService
+    ray.never_done, ray.num_running = True, 2
+
+    def hurry() -> None:
+        if stop.count < 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        ray.never_done = "drain 0" not in ray.log
+
+    ray.on_wait = hurry
+    began_s = time.monotonic()
+    owner.end(30.0)
+    assert time.monotonic() - began_s < 3.0
+    assert ray.log == ["drain 30", "drain 0", "stop workers", "close"]
+    assert progress.stages == ["2 running requests were cut at once"]
+    assert ray.told == [2]
+
+
+def test_the_newest_drain_counts(stop: StopSignal, ray: CannedRay) -> None:
+    progress = Quiet()
+    owner = Owner(ServiceConfig(model="m"), progress, stop)
+    owner._ray = ray  # type: ignore[assignment]  # stands in for RayService
+    ray.never_done, ray.num_running = True, 1
+    asked = [60.0, 0.5]
+
+    def ask() -> None:
+        ray.asked = asked.pop(0) if asked else None
+        ray.never_done = "drain 0.5" not in ray.log
+
+    ray.on_wait = ask
+    owner.end(3.0)
+    assert ray.log == ["drain 3", "drain 60", "drain 0.5", "stop workers", "close"]
+    assert progress.stages == ["1 running request was cut after 0.5 s"]
 
 
 def test_a_drain_that_never_answers_is_given_up(

@@ -97,15 +97,42 @@ def test_an_id_that_is_the_beginning_of_another_is_itself() -> None:
 
 
 def test_one_that_is_drained_by_hand_is_replaced_at_once() -> None:
-    w = world(prefill=1)
-    assert w.controller.drain_worker("id-prefill", 2.0) == "id-prefill-1"
-    assert w.launcher.take() == ["drain prefill-1", "start prefill-2"]
+    w = world(prefill=2)
+    assert w.controller.drain_worker("id-prefill-1", 2.0) == "id-prefill-1"
+    assert w.launcher.take() == ["drain prefill-1", "start prefill-3"]
     with pytest.raises(RoleChangeRefusedError, match="prefill-1 is draining: only a ready worker"):
         w.controller.drain_worker("id-prefill-1", 2.1)
     with pytest.raises(UnknownWorkerError):
         w.controller.drain_worker("id-other", 2.1)
     w.controller.on_drained("prefill-1", 3.0)
     assert w.launcher.take() == ["kill prefill-1"]
+
+
+def test_the_last_ready_one_is_drained_once_another_is_ready_in_its_place() -> None:
+    w = world(prefill=1)
+    assert w.controller.drain_worker("id-prefill", 2.0) == "id-prefill-1"
+    assert w.launcher.take() == ["start prefill-2"]
+    assert "id-prefill-1" in w.ids(), "it serves"
+    assert "1 is drained once another is ready" in status(w, PREFILL).message
+    w.controller.drain_worker("id-prefill", 2.1)  # the same again changes nothing
+    assert w.launcher.take() == []
+    w.controller.on_dead("prefill-2", "its start failed", 3.0)
+    w.controller.step(10.0)
+    assert w.launcher.take() == ["kill prefill-2", "start prefill-3"]
+    w.ready("prefill-3", now_s=11.0)
+    assert w.launcher.take() == ["drain prefill-1"]
+    assert w.ids() == ["id-prefill-1 draining", "id-prefill-3", "id-decode-1"]
+    w.controller.on_drained("prefill-1", 12.0)
+    w.controller.step(13.0)
+    assert w.launcher.take() == ["kill prefill-1"]
+
+
+def test_one_that_is_to_be_drained_goes_with_its_pool() -> None:
+    w = world(prefill=1)
+    w.controller.drain_worker("id-prefill", 2.0)
+    w.launcher.take()
+    w.controller.set_targets({"prefill": 0}, 3.0)
+    assert sorted(w.launcher.take()) == ["drain prefill-1", "kill prefill-2"]
 
 
 def test_all_workers_of_a_node_go_in_whatever_state_they_are() -> None:

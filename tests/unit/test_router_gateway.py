@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router_service import FakeControl, Service, ask, collect, expected, fake_router, until
 
+from legato.cluster.actors.plans import RouterPlan
 from legato.cluster.client import Client
 from legato.cluster.config import RouterOptions
 from legato.cluster.gateway import CLUSTER, GENERATION, MAX_REQUEST_BYTES
@@ -446,3 +447,50 @@ async def test_a_drain_is_bounded() -> None:
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in (raised.value.details() or "")
         await service.settle()
+
+
+async def test_of_two_drains_the_newest_counts_and_both_tell_the_same() -> None:
+    prefills, decodes = pair(step_s=0.05)
+    async with Service(prefills, decodes, worker_silence_s=60) as service:
+        reading = asyncio.create_task(collect(service, ask("hello", 150)))
+        await until(lambda: decodes[0].num_tokens_sent > 2)
+        first = asyncio.create_task(service.router.drain(0.3))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(service.router.drain(60.0))
+        await asyncio.sleep(0.6)
+        assert not first.done()
+        left_s = service.router.drain_left_s
+        assert left_s is not None
+        assert 50.0 < left_s < 60.0
+        assert await asyncio.wait_for(service.router.drain(0.0), 3) == 1
+        assert (await first, await second) == (1, 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+            await reading
+
+
+async def test_who_waits_for_the_end_is_told_what_it_cost() -> None:
+    prefills, decodes = pair()
+    async with (
+        Service(prefills, decodes) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        asked = cluster_pb2.ShutdownRequest(drain_timeout_s=3.0, wait=True)
+        waiting = asyncio.ensure_future(stub.Shutdown(asked, timeout=10))
+        await until(lambda: service.control.shutdowns == [3.0])
+        assert not waiting.done()
+        service.router.tell_end(5)
+        assert (await waiting).num_cut == 5
+
+
+async def test_a_router_that_was_started_again_tells_the_services_age() -> None:
+    plan = RouterPlan(RouterOptions(), 1, "m", "m", "0", 1, "here", time.monotonic() - 500.0)
+    router = fake_router(RouterOptions(port=0), FakeControl(), plan.started_at)
+    address = await router.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = cluster_pb2_grpc.ClusterStub(channel)
+            status = await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=5)
+        assert 500.0 <= status.uptime_s < 530.0
+    finally:
+        await router.stop()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 import pytest
 from fake_worker import KV_BYTES_PER_TOKEN, FakeWorker, scripted_token
-from router_service import Service, ask, collect, expected, until
+from router_service import Service, ask, collect, collect_all, expected, until
 
 from legato.cluster.errors import ClientGoneError
 from legato.cluster.timings import Phase
@@ -190,11 +191,48 @@ async def test_a_deadline_that_cannot_be_met_is_refused_early_and_costs_no_prefi
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await collect(service, ask("second", 55), timeout_s=0.7)  # it takes more than a second
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "the call's deadline cannot be met" in (raised.value.details() or "")
+        assert "the call's deadline is too short for what" in (raised.value.details() or "")
         assert time.monotonic() - sent_s < 0.7
         assert (await running).token_ids == expected("first", 55)
         await service.settle()
         assert len(prefill.prefills) == 1
+
+
+async def test_of_many_that_come_at_once_one_is_taken_in_a_round_of_the_loop() -> None:
+    """So that those who ask for health meanwhile have their answers."""
+    decode = FakeWorker("decode", total_blocks=2000)
+    async with Service([FakeWorker("prefill")], [decode]) as service:
+        router, gate, rounds, entered = service.router, asyncio.Event(), 0, []
+        admit, enter = router._admit, router.admission.enter
+
+        async def admit_together(*args: Any) -> Any:  # noqa: ANN401
+            read = await admit(*args)
+            await gate.wait()
+            return read
+
+        def note(*args: Any) -> Any:  # noqa: ANN401
+            entered.append(rounds)
+            return enter(*args)
+
+        async def count() -> None:
+            nonlocal rounds
+            while True:
+                rounds += 1
+                await asyncio.sleep(0)
+
+        router._admit, router.admission.enter = admit_together, note  # type: ignore[method-assign]
+        asking = [
+            asyncio.create_task(collect_all(service, ask(f"hello {turn}", 2, n=20)))
+            for turn in range(30)
+        ]
+        await until(lambda: router.num_in_flight == 30)
+        await asyncio.sleep(0.1)
+        counting = asyncio.create_task(count())
+        gate.set()
+        await asyncio.gather(*asking)
+        counting.cancel()
+        assert len(entered) == 30
+        assert len(set(entered)) == 30
 
 
 async def test_the_default_deadline_names_its_limit_and_the_phase() -> None:

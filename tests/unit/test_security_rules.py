@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import re
+from concurrent import futures
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Self
 
+import grpc
 import pytest
+from served import legato
 from typer.testing import CliRunner
 
 from legato.cluster import security_rules
 from legato.cluster.cli import connection
-from legato.cluster.cli.main import build_app
+from legato.cluster.cli.app import build_app
 from legato.cluster.client import AsyncClient, Client, ClientAccess, ClientTls
 from legato.cluster.client_access import choose_access, is_loopback
 from legato.cluster.config import RouterOptions, ServiceConfig
@@ -235,6 +239,51 @@ def test_the_commands_options_go_before_the_environment(
     assert seen[0] == ClientAccess(TOKEN, ClientTls("ca-of-the-environment", "c", "k", "there"))
     assert seen[1].tls == ClientTls("ca-of-the-command", server_name="there")
     assert seen[2].token is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("client.key", None, None), "TLS CA '{0}' holds no certificate in PEM form, but a priva"),
+        (("tokens", None, None), "TLS CA '{0}' holds no certificate in PEM form"),
+        (("ca.pem", "client.pem", "worker.key"), "'{1}' and key '{2}' do not fit each other"),
+        (("ca.pem", "client.key", "client.key"), "'{1}' holds no certificate in PEM form, but a p"),
+        (("ca.pem", "client.pem", "client.pem"), "'{2}' holds no private key in PEM form, but a c"),
+        (("ca.pem", "client.pem", None), "a client's TLS certificate and its key go together"),
+        (("nowhere.pem", None, None), "TLS file '{0}': No such file or directory"),
+    ],
+)
+def test_a_clients_files_are_checked_before_it_calls(
+    folder: Path, given: tuple[str | None, ...], said: str
+) -> None:
+    paths = [None if name is None else str(folder / name) for name in given]
+    with pytest.raises(ValueError, match=re.escape(said.format(*paths))):
+        ClientAccess(tls=ClientTls(*paths)).channel("127.0.0.1:1", [])
+    with pytest.raises(ValueError, match=re.escape(said.format(*paths))):
+        ClientTls(*paths).ssl_context()
+
+
+def test_a_command_tells_of_tls_in_one_line(folder: Path) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    pair = tuple((folder / f"service.{end}").read_bytes() for end in ("key", "pem"))
+    port = server.add_secure_port(
+        "127.0.0.1:0",
+        grpc.ssl_server_credentials([pair]),  # type: ignore[list-item]  # a tuple of two
+    )
+    server.start()
+    try:
+        unknown = legato("status", "--port", str(port), "--tls")
+        wrong = {"LEGATO_CLIENT_TLS_CA": str(folder / "client.key")}
+        no_ca = legato("status", "--port", str(port), env=wrong)
+    finally:
+        server.stop(0).wait(5)
+    assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1), unknown.stderr
+    assert "CERTIFICATE_VERIFY_FAILED" in unknown.stderr
+    assert (no_ca.returncode, no_ca.stderr) == (
+        2,
+        f"legato: LEGATO_CLIENT_TLS_CA: TLS CA {str(folder / 'client.key')!r} holds no certificate "
+        "in PEM form, but a private key\n",
+    )
 
 
 def test_certs_says_how_to_go_on(tmp_path: Path) -> None:

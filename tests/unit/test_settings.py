@@ -18,14 +18,13 @@ from legato.cluster.cli import main as cli
 from legato.cluster.cli import yaml_settings
 from legato.cluster.cli.nearest import did_you_mean
 from legato.cluster.cli.serve_settings import (
-    OTHER_VARIABLES,
     ServeSettings,
     form_of,
     load,
     value_text,
-    variable_of,
 )
 from legato.cluster.cli.setting_error import SettingError
+from legato.cluster.cli.variables import OTHER_VARIABLES, check_variables, variable_of
 from legato.cluster.config import EngineOptions, RouterOptions, ServiceConfig
 from legato.cluster.resource_demand import parse_demand
 from legato.cluster.router_ports import default_http_port
@@ -188,8 +187,6 @@ def test_a_file_of_any_size_and_depth_is_refused_at_once(written: Callable[[str]
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("LEGATO_KV_MEMRY", "1", "LEGATO_KV_MEMRY: is no setting of Legato's: did you mean "
-         "LEGATO_KV_MEMORY?"),
         ("LEGATO_KV_MEMORY", "lots", "LEGATO_KV_MEMORY: must be a size such as"),
         ("LEGATO_DECODE", "0", "LEGATO_DECODE: 0 serves nothing, whatever --prefill is"),
         ("LEGATO_PORT", "tcp://10.0.0.1:50051", "LEGATO_PORT: must be a whole number in [0, 65535],"
@@ -203,6 +200,18 @@ def test_what_is_wrong_in_a_variable_is_named(
     assert refusal({"model": "m"}).startswith(told)
 
 
+def test_the_bound_of_threads_is_this_machines_where_workers_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    assert load({"model": "m", "threads": "24"}, None).config.engine.num_threads == 24
+    assert refusal({"model": "m", "threads": "25"}) == (
+        "--threads: is 25, limit 24: 8 for each of this machine's 3 CPUs"
+    )
+    elsewhere = {"model": "m", "threads": "25", "ray_address": "head:6379"}
+    assert load(elsewhere, None).config.engine.num_threads == 25
+
+
 def test_variables_of_kubernetes_and_of_others_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,7 +219,75 @@ def test_variables_of_kubernetes_and_of_others_are_left_alone(
         monkeypatch.setenv(f"LEGATO_{name}", "10.0.0.1")
     monkeypatch.setenv("LEGATO_ROUTER_PORT", "tcp://10.0.0.1:50051")
     monkeypatch.setenv("LEGATO_ADDRESS", "h:1")
+    check_variables(os.environ)
     assert load({"model": "m"}, None).places == {"model": "--model"}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LEGATO_KV_MEMRY", "LEGATO_KV_MEMORY"),
+        ("LEGATO_ADRESS", "LEGATO_ADDRESS"),
+        ("LEGATO_TOKENFILE", "LEGATO_TOKEN_FILE"),
+    ],
+)
+@pytest.mark.parametrize(
+    "words", [("status", "--port", "9"), ("certs", "."), ("config", "--model", "m")]
+)
+def test_every_command_refuses_a_variable_that_means_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    words: tuple[str, ...],
+    name: str,
+    meant: str,
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err.startswith(
+        f"legato: Invalid value for {name}: is no variable of Legato's: did you mean {meant}? (see"
+    )
+    assert run(monkeypatch, words[0], "--help") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stop", "--drain", "nan"), "'--drain': must be at most 600, got 'nan' (see"),
+        (
+            ("generate", "a", "--max-tokens", "0"),
+            "'--max-tokens': must be at least 1, got '0' (see",
+        ),
+        (("generate", "a", "--top-k", "1.5"), "'--top-k': must be a whole number, got '1.5' (see"),
+        (("bench", "--rate", "x"), "'--rate': must be a number, got 'x' (see"),
+        (("config", "--model", ""), "--model: must not be empty: give folder, file or id (see"),
+        (
+            ("config", "--config", ""),
+            "'--config' (env var: 'LEGATO_CONFIG'): must not be empty: give the name of a YAML",
+        ),
+        (
+            ("config", "--config", "."),
+            "--config: .: is a folder; give the name of a YAML file (see",
+        ),
+    ],
+)
+def test_wrong_values_are_told_of_in_words_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: tuple[str, ...], said: str
+) -> None:
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err.startswith(f"legato: Invalid value for {said}")
+
+
+@pytest.mark.parametrize("words", [("status",), ("batch", "in", "-o", "out"), ("generate", "a")])
+def test_a_wrong_address_is_laid_to_the_variable_that_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("LEGATO_ADDRESS", "foo")
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err.startswith(
+        "legato: Invalid value for LEGATO_ADDRESS: must be host:port"
+    )
+    assert run(monkeypatch, *words, "--address", "bar") == 2
+    assert capsys.readouterr().err.startswith("legato: Invalid value for --address: must be")
 
 
 def test_every_variable_that_the_program_or_its_tests_read_is_known() -> None:

@@ -27,7 +27,7 @@ from router_service import (
 from typer.testing import CliRunner
 from worker_pair import Worker, running_worker, sampling
 
-from legato.cluster.cli.main import build_app
+from legato.cluster.cli.app import build_app
 from legato.cluster.config import RouterOptions
 from legato.cluster.control_plane import WorkerEndpoint
 from legato.cluster.router import Router
