@@ -79,9 +79,10 @@ def completion_requests(fields: CompletionFields) -> list[generation_pb2.Generat
 def _check_num_choices(num_prompts: int, n: int | None) -> None:
     """Each is within its own limit; together they are the work."""
     if n is not None and 1 <= n <= MAX_N and num_prompts * n > MAX_CHOICES:
-        raise invalid(
-            f"n is {n}, limit {MAX_CHOICES // num_prompts}: prompt has {num_prompts}, and a "
-            f"request has at most {MAX_CHOICES} answers to all of them"
+        raise wrong_field(
+            "n",
+            f" is {n}, limit {MAX_CHOICES // num_prompts}: prompt has {num_prompts}, and a "
+            f"request has at most {MAX_CHOICES} answers to all of them",
         )
 
 
