@@ -33,7 +33,9 @@ def _stop(value: object) -> list[str]:
         where = f"[{index}]" if isinstance(value, list) else ""
         if not isinstance(item, str):
             raise ValueError(f"{where} is {shown(item)}, limit a string or a list of strings")
-        if not 1 <= len(item) <= MAX_STOP_CHARS:
+        if not item:
+            raise ValueError(f"{where} is empty, limit [1, {MAX_STOP_CHARS}] chars")
+        if len(item) > MAX_STOP_CHARS:
             raise ValueError(f"{where} has {len(item)} chars, limit [1, {MAX_STOP_CHARS}]")
         strings.append(item)
     return strings
