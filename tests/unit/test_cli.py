@@ -250,7 +250,7 @@ def test_stop_waits_until_the_port_is_closed(
 
 
 # They ask no service that runs.
-LOCAL = {"serve", "config", "doctor", "certs", "demo", "profile", "plan"}
+LOCAL = {"serve", "config", "doctor", "certs", "demo", "profile", "plan", "experiments"}
 
 
 def test_every_command_that_asks_a_service_is_told_where_in_the_same_words() -> None:
