@@ -20,12 +20,7 @@ class MetadataChannel:
             return attribute
 
         def with_metadata(*args: Any, **settings: Any) -> Any:  # noqa: ANN401  # as the channel's
-            call = attribute(*args, **settings)
-
-            def showing(*args: Any, metadata: Any = (), **settings: Any) -> Any:  # noqa: ANN401  # as above
-                return call(*args, metadata=(*(metadata or ()), *self._metadata), **settings)
-
-            return showing
+            return _Call(attribute(*args, **settings), self._metadata)
 
         return with_metadata
 
@@ -40,3 +35,17 @@ class MetadataChannel:
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
+
+
+class _Call:
+    """One method of a service; a blocking one has `future` and `with_call` besides."""
+
+    def __init__(self, method: Any, metadata: tuple[tuple[str, str], ...]) -> None:  # noqa: ANN401  # as above
+        self._method = method
+        self._metadata = metadata
+
+    def __call__(self, *args: Any, metadata: Any = (), **settings: Any) -> Any:  # noqa: ANN401  # as the method's
+        return self._method(*args, metadata=(*(metadata or ()), *self._metadata), **settings)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # another way to make the call
+        return _Call(getattr(self._method, name), self._metadata)

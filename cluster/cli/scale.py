@@ -6,17 +6,18 @@ import json
 import re
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from legato.cluster.cli.connection import AddressOption, PortOption, choose_address, connect_client
 from legato.cluster.cli.status_table import role_name
-from legato.cluster.errors import ServiceError
+from legato.cluster.errors import ServiceError, WrongInputError
 from legato.cluster.pool import MAX_POOL_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from legato.cluster.control_plane import Role
 
@@ -56,7 +57,7 @@ def scale(
         legato scale prefill=2 decode=3 --wait 120
     """
     wanted = parse_targets(targets)
-    with connect_client(choose_address(address, port)) as client:
+    with _named_as_here(wanted), connect_client(choose_address(address, port)) as client:
         if not force:
             before = {role_name(pool.role): pool.target for pool in client.status().pools}
             then = before | {str(role): size for role, size in wanted.items()}
@@ -87,6 +88,17 @@ def scale(
                 "messages": [pool.message for pool in pools if pool.message],
             }
             print(json.dumps(told, ensure_ascii=False))
+
+
+@contextmanager
+def _named_as_here(wanted: Mapping[Role, int]) -> Iterator[None]:
+    """The service counts the targets; who wrote them named pools."""
+    roles = list(wanted)
+    try:
+        yield
+    except WrongInputError as error:
+        text = re.sub(r"\btargets\[(\d+)\]\.target\b", lambda m: roles[int(m[1])], str(error))
+        raise WrongInputError(text) from error
 
 
 def _missing(sizes: Mapping[str, int]) -> str:

@@ -90,15 +90,6 @@ def test_a_clients_certificate_opens_no_worker(served: Served, folder: Path) -> 
     assert len(asked(served, *words)["token_ids"]) == 8
 
 
-def test_the_service_ends_by_the_clients_word_alone(served: Served, folder: Path) -> None:
-    words = ("--tls-ca", str(folder / "certs" / "ca.pem"), *pair(folder, "client"))
-    assert legato("stop", "--address", served.address).returncode == 1
-    assert served.process.poll() is None
-    result = legato("stop", "--address", served.address, *words)
-    assert result.returncode == 0, result.stderr
-    assert served.process.wait(30) == 0
-
-
 def test_a_load_is_measured_by_grpc_and_by_http(served: Served, folder: Path) -> None:
     ca = ("--tls-ca", str(folder / "certs" / "ca.pem"), *pair(folder, "client"))
     found = re.search(r"OpenAI-compatible HTTP at (\S+)", served.output)
@@ -114,3 +105,12 @@ def test_a_load_is_measured_by_grpc_and_by_http(served: Served, folder: Path) ->
         assert told["prompts"]["tokens"]["mean"] == told["prompts"]["planned_mean"]
         for name in ("queue_s", "prefill_model_s", "handoff_s", "delivery_s"):
             assert told["server"][name]["p50"] >= 0, (where, name)
+
+
+def test_the_service_ends_by_the_clients_word_alone(served: Served, folder: Path) -> None:
+    words = ("--tls-ca", str(folder / "certs" / "ca.pem"), *pair(folder, "client"))
+    assert legato("stop", "--address", served.address).returncode == 1
+    assert served.process.poll() is None
+    result = legato("stop", "--address", served.address, *words)
+    assert result.returncode == 0, result.stderr
+    assert served.process.wait(30) == 0

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DECODE, PREFILL = common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_PREFILL
 READY = common_pb2.WORKER_PHASE_READY
 WORKER = "decode-0123456789abcdef"
+TOKEN = "a-token-of-an-operator-1"
 Captured = pytest.CaptureFixture[str]
 
 
@@ -58,6 +59,7 @@ class CannedCluster(cluster_pb2_grpc.ClusterServicer):
         self.num_cut = 0
         self.drain_left_s: float | None = None
         self.drains_for_s = 0.0
+        self.end_authorization: object = None
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -109,6 +111,7 @@ class CannedCluster(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.ShutdownRequest, context: grpc.ServicerContext
     ) -> cluster_pb2.ShutdownResponse:
         self.ending = True
+        self.end_authorization = dict(context.invocation_metadata()).get("authorization")
         if self.closes_after < 0:
             self.server.stop(0.2)
         else:
@@ -237,6 +240,15 @@ def test_stop_waits_where_somebody_gives_more_time_meanwhile(
     cluster.drain_left_s, cluster.num_cut = 60.0, 1
     assert run(monkeypatch, cluster, "stop", "--drain", "0.5") == 0
     assert capsys.readouterr().out == "stopped; 1 running request was cut\n"
+
+
+def test_stop_shows_its_token(
+    monkeypatch: pytest.MonkeyPatch, cluster: CannedCluster, capsys: Captured
+) -> None:
+    monkeypatch.setenv("LEGATO_TOKEN", TOKEN)
+    assert run(monkeypatch, cluster, "stop") == 0
+    assert capsys.readouterr().out == "stopped\n"
+    assert cluster.end_authorization == f"Bearer {TOKEN}"
 
 
 # --- top ---------------------------------------------------------------------------------------
