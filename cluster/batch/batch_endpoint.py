@@ -27,6 +27,7 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.25, 10.0
 # Asking again may help: a conflict, a full queue, no worker.
 _RETRIED = (408, 409, 429, 502, 503)
 _SHUTTING_DOWN = Reason.SHUTTING_DOWN.name.lower()  # as an error's `code`
+_TOO_SHORT = Reason.DEADLINE_TOO_SHORT.name.lower()
 
 
 class OutOfTimeError(Exception):
@@ -114,7 +115,7 @@ class BatchEndpoint:
             asked = await self._ask(line.url, body)
             if isinstance(asked, httpx2.Response):
                 is_final = asked.headers.get("x-should-retry") == "false"
-                if asked.status_code == 504:
+                if asked.status_code == 504 or self._is_too_late(asked):
                     raise OutOfTimeError
                 if is_final or asked.status_code not in _RETRIED:
                     return _result(asked)
@@ -170,6 +171,12 @@ class BatchEndpoint:
     def _leave(self, number: int) -> None:
         if self._next == number:  # else another line has found out before
             self._next = (number + 1) % len(self._urls)
+
+    def _is_too_late(self, response: httpx2.Response) -> bool:
+        """Whether the time that is left, which is the run's, is too short for the line: in the next
+        run it need not be.
+        """
+        return self._deadline_s is not None and _code(response) == _TOO_SHORT
 
     def _left_s(self) -> float:
         return DAY_S if self._deadline_s is None else self._deadline_s - time.monotonic()

@@ -80,7 +80,7 @@ async def test_a_load_on_a_pair(folder: Path) -> None:
         code, out, err = await legato(
             *("bench", "--address", service.address, "--concurrency", "4", "--num-requests", "12"),
             *("--input-tokens", "8..40", "--output-tokens", "2..12", "--prefix-share", "0.5"),
-            "--json",
+            *("--min-window", "0.001", "--json"),
         )
         await service.wait_idle()
     assert (code, err) == (0, "")

@@ -260,7 +260,9 @@ async def test_a_cancel_while_the_stream_ends_leaves_no_task_behind(
             await asyncio.sleep(0.05)
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert [t for t in asyncio.all_tasks() if "LinkSession" in repr(t.get_coro())] == []
+        await rig.until(
+            lambda: not any("LinkSession" in repr(t.get_coro()) for t in asyncio.all_tasks())
+        )
         rig.room.book.close(ticket)
 
 

@@ -61,7 +61,7 @@ async def other_client(
     """Of another router; `new_answer` is both routers' source of text."""
     async with another_router(service) as (router, address), RawClient(address) as other:
         if new_answer is not None:
-            service.router._new_answer = router._new_answer = new_answer
+            service.router.reader._new_answer = router.reader._new_answer = new_answer
         yield other
         await service.settle()
         await until(lambda: router.num_in_flight == 0 and router.admission.num_queued == 0)
