@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -34,7 +35,7 @@ class PoolBusy:
         return 1.0 + (factor - 1.0) * self.num_computing / self._num_workers
 
 
-class SimulatedEngine(Generic[StepT]):
+class SimulatedEngine(ABC, Generic[StepT]):
     """What the engine's thread does, without overlap: whatever comes during a step is taken up when
     it ends. A pool's own subclass says how long a step takes, and what comes of it.
     """
@@ -135,11 +136,14 @@ class SimulatedEngine(Generic[StepT]):
     def _note_joined(self, sequence: Sequence) -> None:
         """A sequence is in a step for the first time."""
 
+    @abstractmethod
     def _schedule(self, now: float) -> StepT | None:
-        raise NotImplementedError
+        """The next step of the scheduler, if there is anything to do."""
 
+    @abstractmethod
     def _seconds(self, step: StepT) -> float:
-        raise NotImplementedError
+        """How long the step takes."""
 
+    @abstractmethod
     def _finish(self, step: StepT, seconds: float) -> None:
-        raise NotImplementedError
+        """What comes of a step that has ended."""

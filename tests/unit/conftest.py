@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+from canned_service import CannedService, Runner
 from link_receiver import ROW_BYTES
 
 from legato.worker.handoff import lanes, link, transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -23,3 +29,18 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     for name in ("CHUNK_BYTES", "SLOT_BYTES"):
         monkeypatch.setattr(lanes, name, 10 * ROW_BYTES)
     return 10
+
+
+@pytest.fixture
+def service() -> Iterator[CannedService]:
+    """For commands to ask."""
+    canned = CannedService()
+    yield canned
+    canned.server.stop(0).wait(5)
+
+
+@pytest.fixture
+def run(service: CannedService, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """Runs commands against `service`."""
+    monkeypatch.delenv("LEGATO_ADDRESS", raising=False)
+    return Runner(monkeypatch, service.port)

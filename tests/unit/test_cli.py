@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, get_type_hints
 
 import grpc
 import pytest
-from canned_service import CannedService, Runner
 
 from legato.cluster.cli import connection
 from legato.cluster.cli.app import COMMANDS
@@ -31,24 +30,12 @@ from legato.protos import (
 from legato.protos.tls_files import TlsFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from canned_service import CannedService, Runner
 
 COLOCATED = common_pb2.WORKER_ROLE_COLOCATED
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
-
-
-@pytest.fixture
-def service() -> Iterator[CannedService]:
-    canned = CannedService()
-    yield canned
-    canned.server.stop(0).wait(5)
-
-
-@pytest.fixture
-def run(service: CannedService, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.delenv("LEGATO_ADDRESS", raising=False)
-    return Runner(monkeypatch, service.port)
 
 
 Captured = pytest.CaptureFixture[str]

@@ -9,27 +9,13 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from canned_service import CannedService, Runner
 
 from legato.protos import common_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from canned_service import CannedService, Runner
 
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def service() -> Iterator[CannedService]:
-    canned = CannedService()
-    yield canned
-    canned.server.stop(0).wait(5)
-
-
-@pytest.fixture
-def run(service: CannedService, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.delenv("LEGATO_ADDRESS", raising=False)
-    return Runner(monkeypatch, service.port)
 
 
 def test_generate_prints_the_answer_and_nothing_else(

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from canned_service import CannedService, Runner
 from serve_configs import note_configs
 
 from legato.cluster.cli.kv_capacity import kv_lines
@@ -23,20 +22,9 @@ from legato.protos import generation_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from canned_service import Runner
+
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def service() -> Iterator[CannedService]:
-    canned = CannedService()
-    yield canned
-    canned.server.stop(0).wait(5)
-
-
-@pytest.fixture
-def run(service: CannedService, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.delenv("LEGATO_ADDRESS", raising=False)
-    return Runner(monkeypatch, service.port)
 
 
 @pytest.mark.parametrize(
