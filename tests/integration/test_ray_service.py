@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 
+READY = common_pb2.WORKER_PHASE_READY
 DRAINING = common_pb2.WORKER_PHASE_DRAINING
 SMALL = ("--kv-memory", "16MiB", "--threads", "1")
 
@@ -53,10 +54,13 @@ def ask(client: Client, text: str, max_tokens: int) -> list[int]:
 
 
 def wait_for(client: Client, prefill: int, decode: int) -> None:
+    """By the controller and by the router, which learns of a new worker a moment later."""
     deadline_s = time.monotonic() + 90
     while True:
         pools = client.status().pools
-        if [(len(p.workers), p.ready) for p in pools] == [(prefill, prefill), (decode, decode)]:
+        known = [p.workers and all(w.phase == READY for w in p.workers) for p in pools]
+        sizes = [(len(p.workers), p.ready) for p in pools]
+        if all(known) and sizes == [(prefill, prefill), (decode, decode)]:
             return
         assert time.monotonic() < deadline_s, pools
         time.sleep(0.1)
